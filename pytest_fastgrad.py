@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     except ImportError as error:
         raise pytest.UsageError(f"--fastgrad: {error}") from error
     report = None if directory is None else config.invocation_params.dir / directory
+    if report is not None:
+        _make_directory(report)
     if config.option.fastgrad == "estimate":
         if report is None:
             raise pytest.UsageError(
@@ -59,6 +63,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Estimates(config, report), "fastgrad-session")
         return
     config.pluginmanager.register(Session(config, config.option.fastgrad == "compare", report), "fastgrad-session")
+
+
+def _make_directory(report: Path) -> None:
+    """Fails before the tests run, not after them."""
+    try:
+        report.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise pytest.UsageError(f"--fastgrad-report must be a directory that can be made: {error}") from error
+    if not os.access(report, os.W_OK):
+        raise pytest.UsageError(f"--fastgrad-report must be a directory that can be written, got {report}")
 
 
 @pytest.fixture(scope="session")

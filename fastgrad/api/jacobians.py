@@ -123,7 +123,7 @@ def analytical_jacobian(
 
     Notes
     -----
-    Replaces torch.autograd.gradcheck.get_analytical_jacobian.
+    Replaces torch.autograd.gradcheck.get_analytical_jacobian. Gradients are recorded also if the caller disabled them.
 
     Examples
     --------
@@ -138,7 +138,8 @@ def analytical_jacobian(
         raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")
     check_seed(seed)
     settings = Settings(seed=seed)
-    with Problem(func, as_tuple(inputs)) as problem:
+    # Leaving inference mode also enables gradients, in both modes of AD, if the caller disabled them.
+    with torch.inference_mode(False), Problem(func, as_tuple(inputs), warn_of_precision=False) as problem:
         _check_strided(problem)
         if mode == "forward" and problem.has_graph:
             return _dense(problem, problem.tangent_columns(0, problem.n)[0].t(), layout)

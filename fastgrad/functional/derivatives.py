@@ -283,6 +283,8 @@ def _matrix(
         primals = _primals(given, options.create_graph)
         outputs_are_tuple, outputs = as_tensors(func(*primals), OUTPUTS, name)
         check_tracked(outputs, options.strict)
+        # Integers have no gradient: a floating tensor without a graph stands for them.
+        outputs = tuple(each if is_differentiable(each) else each.to(torch.float32) for each in outputs)
         return outputs_are_tuple, _reverse(outputs, primals, options, symmetric)
 
 

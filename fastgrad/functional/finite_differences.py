@@ -191,8 +191,11 @@ def second_derivatives(
     """
     with _problem(func, inputs) as problem:
         n = problem.n
+        if not n:
+            nothing = torch.zeros((0, 0) if v is None else 0, dtype=torch.float64, device=problem.device)
+            return problem.inputs, nothing, nothing
         scales = 2.0 ** problem.coordinates().abs().clamp(min=1.0).log2().floor()
-        record_graph = first_look(problem, Settings()).record_graph if n else False
+        record_graph = first_look(problem, Settings()).record_graph
         base = problem.base()
 
         def axis(i: int) -> Tensor:
@@ -245,8 +248,6 @@ def _second_differences(problem: Problem, record_graph: bool, base: Tensor, dire
 
 def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tensor]:
     """Second derivatives and their errors from second differences; from the middle step if no two steps agree."""
-    if not bends:
-        return rounding[:0], rounding[:0]
     slopes = torch.stack(bends, 1)
     widths = torch.tensor(SECOND_STEPS, dtype=torch.float64, device=slopes.device).square()
     values, errors = extrapolate(

@@ -50,7 +50,7 @@ class VariantRow:
 
 @dataclass(frozen=True, eq=False)
 class VariantsReport(EqualByContent, Result):
-    """The result of `fastgrad.check_variants`; true if no variant failed or raised.
+    """The result of `fastgrad.check_variants`; true if it passed.
 
     Attributes
     ----------
@@ -75,9 +75,17 @@ class VariantsReport(EqualByContent, Result):
     seconds: float
 
     @property
+    def verdict(self) -> Literal["passed", "failed", "incomplete"]:
+        """The verdict; incomplete if no variant failed, but some were not run, or none passed."""
+        if self.failed:
+            return "failed"
+        is_complete = self._count("passed") > 0 and not self._count("not run")
+        return "passed" if is_complete else "incomplete"
+
+    @property
     def passed(self) -> bool:
-        """Whether no variant failed, and no backward raised."""
-        return not self.failed
+        """Whether no variant failed or raised, at least one passed, and the time limit was not reached."""
+        return self.verdict == "passed"
 
     @property
     def failed(self) -> tuple[VariantRow, ...]:
@@ -88,7 +96,8 @@ class VariantsReport(EqualByContent, Result):
         """The report as plain data; each row's report as in `Report.to_dict`."""
         reports = [None if row.report is None else row.report.to_dict() for row in self.rows]
         rows = [plain({**vars(row), "report": report}) for row, report in zip(self.rows, reports, strict=True)]
-        return {"schema": SCHEMA, "passed": self.passed, "rows": rows, "seed": self.seed, "seconds": self.seconds}
+        verdict = {"verdict": self.verdict, "passed": self.passed}
+        return {"schema": SCHEMA, **verdict, "rows": rows, "seed": self.seed, "seconds": self.seconds}
 
     def to_html(self) -> str:
         """The report as one self-contained HTML page: the table, and the reports of failures."""
@@ -108,16 +117,23 @@ class VariantsReport(EqualByContent, Result):
             html.section("Remarks", html.table(("variant", "verdict", "why"), said)) if said else "",
             html.section("What it cost", f"<p>{escape(seconds_text(self.seconds))}</p>"),
         ]
-        return html.article("passed" if self.passed else "failed", self.headline(), sections)
+        kind = "undecided" if self.verdict == "incomplete" else self.verdict  # the colors of a page
+        return html.article(kind, self.headline(), sections)
 
     @property
     def _ran(self) -> list[VariantRow]:
         return [row for row in self.rows if row.verdict not in ("not applicable", "not run")]
 
+    def _count(self, verdict: VariantVerdict) -> int:
+        return sum(row.verdict == verdict for row in self.rows)
+
     def headline(self) -> str:
-        """The verdict and the number of failed variants, in one line."""
-        verdict = "passed" if self.passed else "failed"
-        return f"check_variants {verdict}: {len(self.failed)} of {len(self._ran)} variants failed"
+        """The verdict and its reason, in one line."""
+        reason = f"{len(self.failed)} of {len(self._ran)} variants failed"
+        if self.verdict == "incomplete":
+            late, total = self._count("not run"), len(self.rows)
+            reason = f"{late} of {total} variants were not run" if late else f"none of {total} variants passed"
+        return f"check_variants {self.verdict}: {reason}"
 
     def _content(self) -> str:
         return json.dumps([[row.path, row.verdict, row.detail] for row in self.rows])
@@ -136,4 +152,4 @@ class VariantsReport(EqualByContent, Result):
 
     def __repr__(self) -> str:
         """One line."""
-        return f"<VariantsReport: {'passed' if self.passed else 'failed'}, {len(self.rows)} variants>"
+        return f"<VariantsReport: {self.verdict}, {len(self.rows)} variants>"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import FunctionType
 from typing import Any, TypeGuard
 
 from fastgrad.api import checkers
+from fastgrad.core.memory import Parameters, Result
 from fastgrad.core.random import RandomState
 from fastgrad.core.torch_private import hidden_from_dynamo
 from fastgrad.report.report import Report
@@ -81,8 +83,40 @@ class _Session:
     seconds: list[float] = field(default_factory=list)
 
 
-@contextmanager
-def patch(*, compare: bool = False) -> Iterator[list[Check]]:
+class _Patch(AbstractContextManager[list[Check]]):
+    """What `patch` returns: a context manager, and a decorator of functions."""
+
+    def __init__(self, compare: bool) -> None:
+        self._compare = compare
+        self._entered: list[AbstractContextManager[_Session]] = []
+
+    def __enter__(self) -> list[Check]:
+        context = _in_force(_Session(self._compare))
+        checks = context.__enter__().checks
+        self._entered.append(context)
+        return checks
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+    def __call__(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+        if any(is_kind(function) for is_kind in kinds):
+            raise TypeError(
+                "fastgrad.patch() cannot decorate an async or generator function, whose body runs after the call has "
+                f"returned, got {function!r}: use it in a with statement inside of the function."
+            )
+
+        @functools.wraps(function)
+        def patched(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+            __tracebackhide__ = True
+            with _Patch(self._compare):
+                return function(*arguments, **keywords)
+
+        return patched
+
+
+def patch(*, compare: bool = False) -> _Patch:
     """A context in which `torch.autograd.gradcheck` and `gradgradcheck` run fastgrad's checkers.
 
     The functions themselves forward the call, so it does not matter how they are reached: as attributes of
@@ -97,16 +131,19 @@ def patch(*, compare: bool = False) -> Iterator[list[Check]]:
         Run torch's checker as well, after fastgrad's, from the same state of torch's random generators. Where
         the verdicts agree, the result is fastgrad's.
 
-    Yields
-    ------
-    list of Check
-        The calls so far, in order.
+    Returns
+    -------
+    context manager
+        Its value is the list of `Check`: the calls so far, in order. It is also a decorator of functions that are
+        neither async nor generators.
 
     Raises
     ------
     DisagreementError
         From a check, with compare=True: one checker passed, the other failed or raised. An AssertionError,
         whatever raise_exception says.
+    TypeError
+        It decorates an async or generator function.
 
     Notes
     -----
@@ -122,8 +159,7 @@ def patch(*, compare: bool = False) -> Iterator[list[Check]]:
     ...     gradcheck(torch.sin, (x,))
     True
     """
-    with _in_force(_Session(compare)) as session:
-        yield session.checks
+    return _Patch(compare)
 
 
 @contextmanager

@@ -16,12 +16,17 @@ from typing import Any
 
 from fastgrad._version import __version__
 from fastgrad.api.checkers import check
+from fastgrad.problem.validation import check_seed
 from fastgrad.report.report import Report
+from fastgrad.report.variants import VariantsReport
 from fastgrad.tools import specs, terminal
 
 CHECKERS = {1: "gradcheck", 2: "gradgradcheck"}
 
-EXIT_CODES = "exit code: 0 passed, 1 failed, 2 wrong usage or an error that prevented a verdict, 130 interrupted"
+EXIT_CODES = "exit code: 0 passed, 1 failed, 2 wrong usage or no verdict (an error, or incomplete), 130 interrupted"
+
+_CODES = {"passed": 0, "failed": 1, "incomplete": 2}
+"""Exit codes of the verdicts of `check_variants`."""
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
@@ -59,6 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except BrokenPipeError:  # of `| head`: the interpreter must not write the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    except SystemExit as stop:  # for example, of __getattr__ of the module
+        print(f"fastgrad {options.command}: sys.exit({stop.code!r}) was called: there is no verdict", file=sys.stderr)
+        return 2
+    except Exception:  # the interpreter's exit code would be 1, which means that the check failed
+        traceback.print_exc()
         return 2
 
 
@@ -111,7 +122,7 @@ def _add_function(parser: argparse.ArgumentParser) -> None:
         "-k", "--keyword", action="append", default=[], metavar="NAME=VALUE", help="a keyword argument; may be repeated"
     )
     parser.add_argument("--device", default="cpu", help="device of the inputs: cpu (default), cuda, cuda:1, ...")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs and of the check (default: 0)")
+    parser.add_argument("--seed", type=_seed, default=0, help="seed of the inputs and of the check (default: 0)")
 
 
 def _add_what_to_check(parser: argparse.ArgumentParser) -> None:
@@ -164,6 +175,14 @@ def _number(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"must be VALUE or INPUT=VALUE with a number, got {text!r}") from None
 
 
+def _seed(text: str) -> int:
+    try:
+        check_seed(int(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer of 64 bits, got {text!r}") from None
+    return int(text)
+
+
 def _for_inputs(option: str, given: list[tuple[str, float]]) -> float | dict[str, float]:
     """One number for all inputs, or numbers by their names."""
     if len(given) == 1 and not given[0][0]:
@@ -201,19 +220,9 @@ def _checked_by_ranks(options: argparse.Namespace) -> int:
 
 def _checked(options: argparse.Namespace) -> int:
     _require_device(options.device)
-    if options.engine == "sketch" and not options.fast:
-        raise specs.SpecError("--engine sketch compares sums of entries: it needs --fast")
-    if options.html is not None and not options.html.parent.is_dir():
-        raise specs.SpecError(f"there is no directory {options.html.parent} for the HTML page")
-    if options.compiled and not options.variants:
-        raise specs.SpecError("--compiled needs --variants")
-    given = {"--order": options.order != "1", "--mode": options.mode != "reverse", "--batched": options.batched}
-    given |= {"--distributed": options.distributed, "--checkpoint": options.checkpoint is not None}
-    given["--wrt"] = options.wrt != "both"
-    refused = [name for name, is_given in given.items() if is_given and options.variants]
-    if refused:
-        raise specs.SpecError(f"--variants checks all orders and modes: do not pass {', '.join(refused)}")
-    target = specs.target(options.function, options.input, options.keyword, options.seed, options.device)
+    _refuse_options(options)
+    with _aside(options):
+        target = specs.target(options.function, options.input, options.keyword, options.seed, options.device)
     arguments = [specs.described(value) for value in target.inputs]
     if not options.json:
         print(f"{options.function} at {', '.join(arguments)}", flush=True)
@@ -226,24 +235,63 @@ def _checked(options: argparse.Namespace) -> int:
         report, error = None, None
         keywords = _keywords(options, order)
         try:
-            report = check(target.func, target.inputs, kwargs=target.keywords, **keywords)
-        except Exception as raised:  # raised by func, or because of invalid arguments: no verdict
+            with _aside(options):
+                report = check(target.func, target.inputs, kwargs=target.keywords, **keywords)
+        except (Exception, SystemExit) as raised:  # raised by func, or because of invalid arguments: no verdict
             error = raised
-            said = f"{type(error).__name__}: {error}"
-            print(f"fastgrad check: {name} of {options.function} raised {said}", file=sys.stderr)
-            if options.traceback:
-                traceback.print_exception(error)
+            _print_exception(options, name, error)
         code = max(code, 2 if report is None else 0 if report.passed else 1)
         documents.append(_document(name, report, error))
         if report is None:
             continue
         if not options.json:
             _print(str(report) if report.passed else f"{name} {report.verdict}\n{report}")
-        if options.html is not None:
-            _path(options.html, options, name).write_text(report.to_html())
+        code = max(code, _write_page(options, name, report))
     if options.json:
         print(json.dumps({"function": options.function, "inputs": arguments, "checks": documents}, indent=1))
     return code
+
+
+def _refuse_options(options: argparse.Namespace) -> None:
+    """Raises a SpecError if options exclude or need each other, or the page cannot be a file."""
+    if options.engine == "sketch" and not options.fast:
+        raise specs.SpecError("--engine sketch compares sums of entries: it needs --fast")
+    if options.html is not None and not options.html.parent.is_dir():
+        raise specs.SpecError(f"there is no directory {options.html.parent} for the HTML page")
+    if options.html is not None and options.html.is_dir():
+        raise specs.SpecError(f"--html must be a file, but {options.html} is a directory")
+    if options.compiled and not options.variants:
+        raise specs.SpecError("--compiled needs --variants")
+    given = {"--order": options.order != "1", "--mode": options.mode != "reverse", "--batched": options.batched}
+    given |= {"--distributed": options.distributed, "--checkpoint": options.checkpoint is not None}
+    given["--wrt"] = options.wrt != "both"
+    refused = [name for name, is_given in given.items() if is_given and options.variants]
+    if refused:
+        raise specs.SpecError(f"--variants checks all orders and modes: do not pass {', '.join(refused)}")
+
+
+def _aside(options: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
+    """With --json, what func and its module print goes to stderr."""
+    return contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
+
+
+def _print_exception(options: argparse.Namespace, name: str, error: BaseException) -> None:
+    said = f"{type(error).__name__}: {error}"
+    print(f"fastgrad check: {name} of {options.function} raised {said}", file=sys.stderr)
+    if options.traceback:
+        traceback.print_exception(error)
+
+
+def _write_page(options: argparse.Namespace, name: str, report: Report | VariantsReport) -> int:
+    """Writes the page if it is requested; returns the exit code."""
+    if options.html is None:
+        return 0
+    try:
+        _path(options.html, options, name).write_text(report.to_html())
+    except OSError as error:
+        print(f"fastgrad check: the HTML page cannot be written: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _print(text: str) -> None:
@@ -258,22 +306,21 @@ def _path(path: Path, options: argparse.Namespace, name: str) -> Path:
 def _variants(options: argparse.Namespace, target: specs.Target, arguments: list[str]) -> int:
     from fastgrad.variants.check import check_variants  # only here: it imports much
 
-    report = check_variants(
-        target.func,
-        target.inputs,
-        kwargs=target.keywords,
-        compiled=options.compiled,
-        check_undefined_grad=not options.no_undefined_grad,
-        **_common_keywords(options),
-    )
-    if options.html is not None:
-        options.html.write_text(report.to_html())
+    keywords = {"compiled": options.compiled, "check_undefined_grad": not options.no_undefined_grad}
+    try:
+        with _aside(options):
+            report = check_variants(
+                target.func, target.inputs, kwargs=target.keywords, **keywords, **_common_keywords(options)
+            )
+    except (Exception, SystemExit) as error:
+        _print_exception(options, "check_variants", error)
+        return 2
     if options.json:
         document = {"function": options.function, "inputs": arguments, "variants": report.to_dict()}
         print(json.dumps(document, indent=1))
     else:
         _print(str(report))
-    return 0 if report.passed else 1
+    return max(_CODES[report.verdict], _write_page(options, "check_variants", report))
 
 
 def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
@@ -312,7 +359,7 @@ def _show_warning(message: Warning | str, *_: object) -> None:
     print(f"fastgrad check: warning: {message}", file=sys.stderr)
 
 
-def _document(name: str, report: Report | None, error: Exception | None) -> dict[str, Any]:
+def _document(name: str, report: Report | None, error: BaseException | None) -> dict[str, Any]:
     """A check as JSON fields."""
     return {
         "checker": name,

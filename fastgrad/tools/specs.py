@@ -114,7 +114,7 @@ def find(text: str) -> Any:
         if calls:
             try:
                 found = found()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise SpecError(f"calling {name} raised {type(error).__name__}: {error}") from error
     return found
 
@@ -143,7 +143,7 @@ def _module(where: str) -> Any:
         if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
             raise SpecError(f"there is no module {where!r} (python also looked in {directory})") from None
         raise SpecError(f"importing {where} raised ModuleNotFoundError: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SpecError(f"importing {where} raised {type(error).__name__}: {error}") from error
 
 
@@ -176,10 +176,12 @@ def parse_input(text: str, generator: torch.Generator, device: torch.device | st
     shape = _shape(match["shape"], text)
     options = _options(match["options"], text)
     differentiable = dtype.is_floating_point or dtype.is_complex
-    tensor = _random(dtype, shape, match["range"], generator, text)
     try:
+        tensor = _random(dtype, shape, match["range"], generator, text)
         tensor = _laid_out(tensor, options, generator, text).to(device)
-    except (RuntimeError, ValueError, IndexError) as error:
+    except SpecError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError, OverflowError) as error:
         raise SpecError(f"{text!r} cannot be made: {str(error).splitlines()[0]}") from error
     return (tensor.detach().requires_grad_(differentiable and "nograd" not in options),)
 

@@ -16,7 +16,7 @@ _STYLES = [
     for pattern, style in (
         (_VERDICT_OF_A_CHECK + "passed", _GREEN),
         (_VERDICT_OF_A_CHECK + "failed", _RED),
-        (_VERDICT_OF_A_CHECK + "(?:undecided|not converged)", _YELLOW),
+        (_VERDICT_OF_A_CHECK + "(?:undecided|not converged|incomplete)", _YELLOW),
         (r"(?m)(?<=  )(?:failed|raised)(?=$|  )", _RED),  # of a variant, in its column
         (r"(?m)^  (?:probably|or) .*$", _BOLD),
         (r"(?m)^  [a-z]+(?=  )", _DIM),  # labels

@@ -83,7 +83,13 @@ class Subject:
 
     def with_checked(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         """Inputs in which the checked ones are leaves with other values or another layout."""
-        return tuple(change(x.detach()).requires_grad_() if x.requires_grad else x for x in self.inputs)
+        return self.with_changed(change, set(self.checked))
+
+    def with_changed(self, change: Callable[[Tensor], Tensor], chosen: set[int]) -> tuple[Tensor, ...]:
+        """Inputs in which the chosen ones are leaves with other values or another layout."""
+        return tuple(
+            change(x.detach()).requires_grad_(x.requires_grad) if i in chosen else x for i, x in enumerate(self.inputs)
+        )
 
     def tensors(self) -> list[Tensor]:
         """The values of the checked inputs."""

@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
+
 from fastgrad.api.checkers import check, default_keywords
 from fastgrad.api.settings import settings_of, take_out_own, with_precision
+from fastgrad.problem.arguments import flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
-from fastgrad.problem.validation import check_kwargs, check_seed
+from fastgrad.problem.validation import check_kwargs, check_seed, disabled_gradients
 from fastgrad.report.variants import VariantRow, VariantsReport, VariantVerdict
 from fastgrad.variants import compilation, derivatives, layouts, points, state
 from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, subject_of
@@ -64,7 +67,7 @@ def check_variants(
         Include the family "compiled": func under torch.compile (each compilation takes seconds), func on fake
         tensors, and `torch.library.opcheck` for a registered operator.
     seconds
-        Time limit; variants that would begin later are "not run".
+        Time limit; variants that would begin later are "not run", and the verdict is "incomplete".
     seed
         Seed of all random numbers.
     keywords
@@ -75,6 +78,7 @@ def check_variants(
     -------
     VariantsReport
         One row per variant. If func itself raises, or has no derivative at a generated point, this is not a failure.
+        `passed` is True only if a variant passed, none failed or raised, and all were run.
 
     Raises
     ------
@@ -116,8 +120,9 @@ _KEYWORDS = (
 def _variants(subject: Subject) -> list[Variant]:
     """All variants in the order in which they run: first those that fail most often and those that are cheap."""
     first, *others = points.VARIANTS
-    alone = derivatives.of_inputs(subject)
-    tables = state.VARIANTS, others, layouts.VARIANTS, alone, derivatives.VARIANTS
+    of_layouts = *layouts.VARIANTS, *layouts.of_inputs(subject)
+    of_derivatives = *derivatives.of_inputs(subject), *derivatives.VARIANTS
+    tables = state.VARIANTS, others, of_layouts, of_derivatives
     return [first, *chain.from_iterable(tables), *compilation.REGISTERED, *compilation.VARIANTS]
 
 
@@ -129,6 +134,9 @@ def _check_arguments(seconds: object, kwargs: object, keywords: dict[str, Any]) 
     take_out_own(given)
     with_precision(settings_of(given), None, None, given.get("precision", "auto"))
     check_kwargs(kwargs)
+    disabled = disabled_gradients()
+    if disabled is not None:
+        raise ValueError(f"check_variants records gradients, but {disabled}.")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"seconds must be a number, got {seconds!r}.")
     if not seconds >= 0:
@@ -158,12 +166,13 @@ def _outcome(variant: Variant, subject: Subject, keywords: dict[str, Any]) -> Ou
         return Outcome("not applicable", text)
     if isinstance(case, Outcome):
         return case
+    raised: list[Exception] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = check(_named(case.func, subject), case.inputs, **{**keywords, **case.keywords})
+            report = check(_named(case.func, subject, raised), case.inputs, **{**keywords, **case.keywords})
     except Exception as error:
-        return _of_exception(variant, case, error)
+        return _of_exception(variant, case, error, any(error is one for one in raised))
     if report.verdict == "passed":
         return Outcome("passed", "", report)
     line = str(report).partition("\n")[0]
@@ -176,11 +185,18 @@ def _outcome(variant: Variant, subject: Subject, keywords: dict[str, Any]) -> Ou
     return Outcome(verdict, line, report)
 
 
-def _named(func: Callable[..., Any], subject: Subject) -> Callable[..., Any]:
-    """A function with the name of the caller's function, and with its parameters if these are the inputs."""
+def _named(func: Callable[..., Any], subject: Subject, raised: list[Exception]) -> Callable[..., Any]:
+    """A function with the name of the caller's function, and with its parameters if these are the inputs.
+
+    raised: gets the exceptions of func.
+    """
 
     def named(*arguments: Any) -> Any:
-        return func(*arguments)
+        try:
+            return func(*arguments)
+        except Exception as error:
+            raised.append(error)
+            raise
 
     named.__name__ = function_name(subject.called) or "<lambda>"
     if len(subject.arguments) == len(subject.inputs) and all(map(operator.is_, subject.arguments, subject.inputs)):
@@ -192,16 +208,21 @@ def _does_not_exist(variant: Variant, error: BaseException) -> bool:
     return variant.family == "derivatives" and any(one in str(error) for one in _NOT_THERE)
 
 
-def _of_exception(variant: Variant, case: Case, error: Exception) -> Outcome:
+def _of_exception(variant: Variant, case: Case, error: Exception, is_of_func: bool) -> Outcome:
     text = _first_line(error)
     if case.may_raise and case.may_raise in str(error):
         return Outcome("passed", "backward raises, as it should")
-    if variant.is_elsewhere or _does_not_exist(variant, error):
+    if _does_not_exist(variant, error):
         return Outcome("not applicable", text)
+    if variant.is_elsewhere and is_of_func:  # also next to the point: at zeros, -eps may be outside of func's domain
+        return Outcome("not applicable", f"func raises {text}")
+    found: list[tuple[str, Tensor]] = []
     try:
-        case.func(*case.inputs)
+        flatten(case.func(*case.inputs), "result", lambda tensor: tensor.requires_grad, found)
     except Exception as own:
         return Outcome("not applicable", f"func raises {_first_line(own)}")
+    if variant.is_elsewhere and not found:  # for example, an empty tuple for an empty tensor
+        return Outcome("not applicable", "no output requires grad")
     return Outcome("raised", text)
 
 

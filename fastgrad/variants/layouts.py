@@ -8,13 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgrad.problem.validation import is_differentiable
 from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
 
+MOST_ALONE = 6
+"""Number of inputs that get each layout alone."""
 
-def _laid_out(change: Callable[[Tensor], Tensor]) -> Callable[[Subject], Case]:
-    def make(subject: Subject) -> Case:
-        changed = subject.with_checked(change)
-        if all(_layout(changed[i]) == _layout(subject.inputs[i]) for i in subject.checked):
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Memory formats by the number of dimensions."""
+
+Make = Callable[[Subject, set[int]], Case]
+"""Makes the case in which some of the inputs have another layout."""
+
+
+def _laid_out(change: Callable[[Tensor], Tensor]) -> Make:
+    def make(subject: Subject, chosen: set[int]) -> Case:
+        changed = subject.with_changed(change, chosen)
+        if all(_layout(new) == _layout(old) for new, old in zip(changed, subject.inputs, strict=True)):
             raise NotApplicableError("no input can have this layout")
         return Case(subject.func, changed)
 
@@ -25,17 +35,14 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.stride(), tensor.storage_offset(), tensor.is_conj()
 
 
-def _through(view: Callable[[Tensor], Tensor], base: Callable[[Tensor], Tensor]) -> Callable[[Subject], Case]:
+def _through(view: Callable[[Tensor], Tensor], base: Callable[[Tensor], Tensor]) -> Make:
     """Inputs made inside func, because no leaf can have this layout; view: differentiable, and the inverse of base."""
 
-    def make(subject: Subject) -> Case:
-        bases = subject.with_checked(base)
-        checked = set(subject.checked)
-
+    def make(subject: Subject, chosen: set[int]) -> Case:
         def func(*arguments: Any) -> Any:
-            return subject.func(*(view(x) if i in checked else x for i, x in enumerate(arguments)))
+            return subject.func(*(view(x) if i in chosen else x for i, x in enumerate(arguments)))
 
-        return Case(func, bases)
+        return Case(func, subject.with_changed(base, chosen))
 
     return make
 
@@ -54,44 +61,76 @@ def _at_an_offset(x: Tensor) -> Tensor:
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x.clone()
+    return x.contiguous(memory_format=FORMATS[x.ndim]) if x.ndim in FORMATS else x.clone()
 
 
 def _conjugated(x: Tensor) -> Tensor:
     return x.conj().resolve_conj().conj() if x.is_complex() else x.clone()
 
 
-def _negated(subject: Subject) -> Case:
+def _negated(subject: Subject, chosen: set[int]) -> Case:
     """Tensors whose neg bit is set, as torch makes for the imaginary part of a lazily conjugated tensor."""
-    if any(x.is_complex() for x in subject.tensors()):
-        raise NotApplicableError("an input is complex")
-    return _through(lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag, torch.clone)(subject)
+    real = {i for i in chosen if subject.inputs[i].is_floating_point()}
+    if not real:
+        raise NotApplicableError("no input is real")
+    return _through(lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag, torch.clone)(subject, real)
 
 
-def _expanded(subject: Subject) -> Case:
+def _expanded(subject: Subject, chosen: set[int]) -> Case:
     """Tensors whose rows are one row in memory."""
-    rows = {x.shape[0] if x.ndim else 0 for x in subject.tensors()}
-    if max(rows) < 2:
+    found = ((i, subject.inputs[i]) for i in chosen)
+    sizes = {i: x.shape for i, x in found if is_differentiable(x) and x.ndim and x.shape[0] > 1}
+    if not sizes:
         raise NotApplicableError("no input has rows")
-    sizes = {i: subject.inputs[i].shape for i in subject.checked}
 
     def func(*arguments: Any) -> Any:
         return subject.func(*(x.expand(sizes[i]) if i in sizes else x for i, x in enumerate(arguments)))
 
-    def first_row(x: Tensor) -> Tensor:
-        return x[:1] if x.ndim and x.shape[0] else x
-
     # The derivative along the expanded rows may exist although func has no derivative at this point.
-    whole = subject.with_checked(lambda x: first_row(x).expand_as(x).clone())
-    return Case(func, subject.with_checked(lambda x: first_row(x).clone()), smooth=(subject.func, whole))
+    whole = subject.with_changed(lambda x: x[:1].expand_as(x).clone(), set(sizes))
+    first = subject.with_changed(lambda x: x[:1].clone(), set(sizes))
+    return Case(func, first, smooth=(subject.func, whole))
 
 
-VARIANTS = (
-    Variant("layouts", "gaps between elements", _laid_out(_with_gaps)),
-    Variant("layouts", "transposed in memory", _laid_out(_transposed)),
-    Variant("layouts", "storage offset, unaligned", _laid_out(_at_an_offset)),
-    Variant("layouts", "channels last", _laid_out(_channels_last)),
-    Variant("layouts", "conjugated lazily", _laid_out(_conjugated)),
-    Variant("layouts", "negated lazily", _negated),
-    Variant("layouts", "rows expanded", _expanded, True),
+_LAYOUTS: tuple[tuple[str, Make, bool], ...] = (
+    ("gaps between elements", _laid_out(_with_gaps), False),
+    ("transposed in memory", _laid_out(_transposed), False),
+    ("storage offset, unaligned", _laid_out(_at_an_offset), False),
+    ("channels last", _laid_out(_channels_last), False),
+    ("conjugated lazily", _laid_out(_conjugated), False),
+    ("negated lazily", _negated, False),
+    ("rows expanded", _expanded, True),
 )
+"""Names of layouts, makers of cases, and `Variant.is_elsewhere`."""
+
+
+def _strided(subject: Subject) -> list[int]:
+    """The inputs whose layout can change: also those that do not require grad, such as masks."""
+    return [i for i, x in enumerate(subject.inputs) if x.layout is torch.strided]
+
+
+def _of(make: Make, chosen: set[int] | None = None) -> Callable[[Subject], Case]:
+    """Makes the case of the chosen inputs; by default, of all."""
+    return lambda subject: make(subject, set(_strided(subject)) if chosen is None else chosen)
+
+
+def _applies(make: Make, subject: Subject, i: int) -> bool:
+    try:
+        make(subject, {i})
+    except Exception:
+        return False
+    return True
+
+
+def of_inputs(subject: Subject) -> list[Variant]:
+    """Each layout for one input alone, if there are several: tests code that looks at the layout of another input."""
+    positions = _strided(subject)
+    return [
+        Variant("layouts", f"{name}, input {i} alone", _of(make, {i}), is_elsewhere)
+        for i in (positions[:MOST_ALONE] if len(positions) > 1 else ())
+        for name, make, is_elsewhere in _LAYOUTS
+        if _applies(make, subject, i)
+    ]
+
+
+VARIANTS = tuple(Variant("layouts", name, _of(make), is_elsewhere) for name, make, is_elsewhere in _LAYOUTS)

@@ -16,7 +16,7 @@ from fastgrad.core.random import DUALITY_STREAM, direction
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.problem import Problem
-from fastgrad.problem.validation import check_seed, is_integer, number_of
+from fastgrad.problem.validation import check_seed, disabled_gradients, is_integer, number_of
 from fastgrad.report.json_form import EqualByContent
 
 LARGEST_STEP = 2.0**-6
@@ -170,7 +170,8 @@ def adjoint_test(
     if rtol is not None:
         rtol = number_of("rtol", rtol)
     check_seed(seed)
-    with Problem(func, as_tuple(inputs), masked) as problem:
+    # No warning about lower dtypes: it is about differences, which this test does not take.
+    with Problem(func, as_tuple(inputs), masked, warn_of_precision=False) as problem:
         _need_graph(problem, "adjoint_test")
         return adjoint(problem, trials, rtol, seed)
 
@@ -234,7 +235,9 @@ def taylor_test(
 
 def _need_graph(problem: Problem, who: str) -> None:
     if not problem.has_graph:
-        raise ValueError(f"{who} needs a func with an output that requires grad, but this has none.")
+        disabled = disabled_gradients()
+        because = f": {disabled}" if disabled else ""
+        raise ValueError(f"{who} needs a func with an output that requires grad, but this has none{because}.")
 
 
 def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> AdjointTest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,27 @@ def test_a_large_sparse_jacobian_fits_in_memory() -> None:
 def test_no_graph_is_a_zero_jacobian() -> None:
     ((jacobian,),) = fastgrad.analytical_jacobian(lambda x: x.detach(), normal(3))
     assert torch.equal(jacobian, torch.zeros(3, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+@pytest.mark.parametrize("size", [3, 300])
+def test_gradients_that_the_caller_disabled(disabled: Any, mode: Any, size: int) -> None:
+    x = normal(size)
+    with disabled():
+        ((found,),) = fastgrad.analytical_jacobian(torch.sin, x, mode)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(found, x.detach().cos().diag())
+    with torch.inference_mode():
+        made = torch.ones(2, dtype=torch.float64).requires_grad_()
+        with pytest.raises(RuntimeError, match=r"was created under torch\.inference_mode"):
+            fastgrad.analytical_jacobian(torch.sin, made, mode)
+
+
+def test_nothing_warns_of_an_eps_that_is_not_used() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastgrad.analytical_jacobian(torch.sin, torch.ones(2, requires_grad=True))
 
 
 def test_scalars() -> None:

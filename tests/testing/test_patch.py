@@ -9,7 +9,7 @@ import pickle
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -122,6 +122,28 @@ def test_everything_is_restored() -> None:
     assert (early.__code__, early_gradgrad.__code__) == codes
     assert (inspect.signature(early), inspect.signature(early_gradgrad)) == signatures
     assert not hasattr(early, "__signature__")
+
+
+def test_functions_whose_body_runs_after_the_call_are_not_decorated() -> None:
+    async def coroutine() -> None: ...
+
+    async def asynchronous_generator() -> AsyncIterator[int]:
+        yield 0
+
+    def generator() -> Iterator[int]:
+        yield 0
+
+    for function in (coroutine, asynchronous_generator, generator):
+        with pytest.raises(TypeError, match=r"fastgrad\.patch\(\) cannot decorate an async or generator function"):
+            fastgrad.patch()(function)
+
+    @fastgrad.patch(compare=True)
+    def doubled(value: int, *, times: int = 1) -> int:
+        """Doc."""
+        assert not is_torchs()
+        return 2 * value if times == 1 else doubled(2 * value, times=times - 1)
+
+    assert (doubled(1), doubled(1, times=3), doubled.__doc__, is_torchs()) == (2, 8, "Doc.", True)
 
 
 def test_contexts_nest_and_hold_for_all_threads() -> None:

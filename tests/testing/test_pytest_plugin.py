@@ -387,6 +387,10 @@ def test_usage(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     result.stderr.fnmatch_lines(
         ["*--fastgrad=estimate needs --fastgrad-report=DIR, to which it writes durations.json."]
     )
+    (suite.path / "taken").write_text("a file")
+    result = run(suite, "--fastgrad", "--fastgrad-report=taken/reports")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--fastgrad-report must be a directory that can be made: *taken/reports*"])
     assert run(suite, "--fastgrad=contrast").ret == pytest.ExitCode.USAGE_ERROR
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "fastgrad.testing.pytest_plugin", None)

@@ -53,6 +53,21 @@ def make():
 def boom(x):
     raise RuntimeError("of func")
 
+def leave():
+    raise SystemExit(0)
+
+def leaving(x):
+    raise SystemExit(0)
+
+class Leaving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        raise SystemExit(0)
+
 scale = Scale()
 number = 3
 """
@@ -186,6 +201,87 @@ def test_variants(file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert (rows[0]["name"], rows[0]["verdict"]) == ("as given", "failed")
 
 
+def test_variants_without_a_verdict(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "check", f"{file}:boom", "-i", "float64[4]", "--variants")
+    assert (code, err) == (2, "")
+    assert "\ncheck_variants incomplete: none of " in out
+    code, out, err = run(capsys, "check", f"{file}:boom", "-i", "float64[4]", "--variants", "--json")
+    report = json.loads(out)["variants"]
+    assert (code, report["verdict"], report["passed"]) == (2, "incomplete", False)
+    code, _, err = run(capsys, "check", "torch:sin", "-i", "float64[4],nograd", "--variants")
+    assert code == 2
+    assert err.startswith(
+        "fastgrad check: check_variants of torch:sin raised ValueError: check_variants needs a tensor"
+    )
+
+
+@pytest.mark.parametrize("name", ["Leaving", "leaving"])
+@pytest.mark.parametrize("options", [(), ("--variants",), ("--json",), ("--order", "both")])
+def test_a_func_or_backward_that_ends_the_process_is_no_verdict(
+    file: str, capsys: pytest.CaptureFixture[str], name: str, options: tuple[str, ...]
+) -> None:
+    code, _, err = run(capsys, "check", f"{file}:{name}", "-i", "float64[4]", *options)
+    assert code == 2
+    for line in err.splitlines():
+        assert line.startswith("fastgrad check: ")
+        assert line.endswith(f" of {file}:{name} raised SystemExit: 0")
+
+
+def test_a_module_that_ends_the_process_when_asked_for_a_name(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("lazy.py").write_text("import sys\n\ndef __getattr__(name):\n    sys.exit(0)\n")
+    assert run(capsys, "check", "lazy.py:f", "-i", "float64[4]") == (
+        *(2, ""),
+        "fastgrad check: sys.exit(0) was called: there is no verdict\n",
+    )
+
+
+def test_an_error_of_the_command_line_is_not_a_failed_check(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specs, "described", None)
+    code, out, err = run(capsys, "check", "torch:sin", "-i", "float64[4]")
+    assert (code, out) == (2, "")
+    assert err.endswith("TypeError: 'NoneType' object is not callable\n")
+
+
+def test_prints_of_func_are_not_in_the_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("printing.py").write_text(
+        "import torch\nprint('imported')\ndef f(x):\n    print('called')\n    return x.sin()\n"
+    )
+    for options in ((), ("--variants",)):
+        sys.modules.pop("printing", None)
+        code, out, err = run(capsys, "check", "printing.py:f", "-i", "float64[4]", "--json", *options)
+        assert code == 0
+        assert json.loads(out)["function"] == "printing.py:f"
+        assert err.startswith("imported\ncalled\n")
+
+
+@pytest.mark.parametrize("options", [(), ("--variants",)])
+def test_a_page_that_cannot_be_written(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    def refuse(path: Path, text: str) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    code, out, err = run(capsys, "check", "torch:sin", "-i", "float64[4]", "--html", "page.html", *options)
+    assert (code, err) == (
+        2,
+        "fastgrad check: the HTML page cannot be written: [Errno 13] Permission denied: 'page.html'\n",
+    )
+    assert " passed: " in out
+
+
+def test_a_seed_that_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in ("99999999999999999999999", "1.5"):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["check", "torch:sin", "-i", "float64[3]", "--seed", seed])
+        assert caught.value.code == 2
+        assert f"--seed: must be an integer of 64 bits, got '{seed}'" in capsys.readouterr().err
+
+
 def test_errors_of_func_and_of_inputs_are_no_verdict(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "check", f"{file}:boom", "-i", "float64[4]")
     assert code == 2
@@ -232,6 +328,11 @@ def test_errors_of_func_and_of_inputs_are_no_verdict(file: str, capsys: pytest.C
         ("torch:sin", ("-i", "float64[4,4],layout=coo,density=2"), "density must be a number from 0 to 1"),
         ("torch:sin", ("-i", "float64[3],layout=csr"), "cannot be made: "),
         ("torch:sin", ("-i", "float64[3],channels_last"), "cannot be made: "),
+        ("torch:sin", ("-i", f"float64[{10**13}]"), "'float64[10000000000000]' cannot be made: "),
+        ("torch:sin", ("-i", f"float64[{10**20}]"), "'float64[100000000000000000000]' cannot be made: "),
+        ("torch:sin", ("-i", "float64[3]", "--html", "."), "--html must be a file, but . is a directory"),
+        ("leaving.py:f", ("-i", "float64[3]"), "importing leaving.py raised SystemExit: 0"),
+        ("operators_of_mine:leave()", ("-i", "float64[3]"), "calling operators_of_mine:leave() raised SystemExit: 0"),
         ("torch:sin", ("-i", "float64[],noncontiguous"), "without dimensions is contiguous"),
         ("torch:sin", ("-i", "float64[3,3],layout=coo,noncontiguous"), "are for strided tensors"),
         ("torch:sin", ("-i", "@nowhere.pt"), "there is no file nowhere.pt"),
@@ -254,6 +355,7 @@ def test_bad_specifications_are_one_sentence(
     file: str, capsys: pytest.CaptureFixture[str], function: str, arguments: tuple[str, ...], sentence: str
 ) -> None:
     Path("broken.py").write_text("1 / 0")
+    Path("leaving.py").write_text("import sys; sys.exit(0)")
     Path("lacking.py").write_text("import no_such_module")
     code, out, err = run(capsys, "check", function, *arguments)
     assert (code, out) == (2, "")

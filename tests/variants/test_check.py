@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from html import escape
 from typing import Any
@@ -13,7 +14,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fastgrad
-from tests.planted.variants import COMPILED, HIDDEN, Hidden, complex_matrix, custom, matrix, numbers, with_bias
+from fastgrad.variants.layouts import MOST_ALONE
+from tests.planted.variants import (
+    COMPILED,
+    HIDDEN,
+    Hidden,
+    complex_matrix,
+    custom,
+    exact,
+    flat,
+    matrix,
+    numbers,
+    with_bias,
+)
 
 EACH = pytest.mark.parametrize("row", HIDDEN, ids=lambda row: row.name)
 
@@ -33,8 +46,9 @@ def test_a_mistake_is_found_where_it_hides(row: Hidden) -> None:
 def test_every_variant_has_four_mistakes() -> None:
     counts = Counter(row.variant for row in HIDDEN)
     assert min(counts.values()) >= 4, counts
+    paths = {row.path.removesuffix(", input 0 alone") for row in fastgrad.check_variants(torch.add, with_bias()).rows}
     others = {"points: as given", "derivatives: input 0 alone"}
-    assert {row.path for row in fastgrad.check_variants(torch.add, with_bias()).rows} <= {*counts, *others}
+    assert {path for path in paths if not path.endswith(", input 1 alone")} <= {*counts, *others}
 
 
 @pytest.mark.parametrize("row", {(row.twin, row.inputs): row for row in HIDDEN}.values(), ids=lambda row: row.name)
@@ -149,9 +163,137 @@ def test_fake_tensors_and_registered_operators() -> None:
     assert [row.verdict for row in report.rows] == ["failed", "failed"], str(report)
 
 
+@pytest.mark.parametrize("variant", ["points: zeros", "points: no rows", "points: one row"])
+def test_a_backward_that_raises_at_a_generated_point(variant: str) -> None:
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        if x.shape[0] < 2 or not x.any():
+            raise ZeroDivisionError("in backward")
+        return g * x.cos()
+
+    report = fastgrad.check_variants(custom(torch.sin, backward), matrix(), only=[variant])
+    assert [(row.verdict, row.detail) for row in report.rows] == [("raised", "ZeroDivisionError: in backward")]
+    assert report.verdict == "failed"
+
+
+def test_a_gradient_of_another_shape_for_no_rows() -> None:
+    wrong = custom(torch.sin, lambda g, x: g * x.cos() if len(x) else g.new_zeros(3))
+    (row,) = fastgrad.check_variants(wrong, matrix(), only=["points: no rows"]).rows
+    assert row.verdict == "raised"
+
+
+def test_a_func_that_raises_at_or_next_to_a_generated_point() -> None:
+    def domain(x: Tensor) -> Tensor:
+        if bool((x < 0).any()):
+            raise ValueError("negative")
+        return x.square()
+
+    positive = (numbers(4, 3).abs().requires_grad_(),)
+    for func, inputs in ((domain, positive), (lambda x: x.sin() if len(x) else (), matrix())):
+        report = fastgrad.check_variants(func, inputs)
+        assert report.passed, str(report)
+    only = ["points: zeros", "points: ones"]
+    rows = fastgrad.check_variants(lambda x: domain(x) if x.any() else domain(x - 1e-9), matrix(), only=only).rows
+    assert [row.verdict for row in rows] == ["not applicable", "passed"]
+
+
 def test_time_that_is_over() -> None:
     report = fastgrad.check_variants(torch.sin, matrix(), seconds=0.0)
-    assert {one.verdict for one in report.rows[1:]} == {"not run"}
+    assert {one.verdict for one in report.rows} == {"not run"}
+    assert (report.verdict, report.passed) == ("incomplete", False)
+    count = len(report.rows)
+    assert str(report).startswith(f"check_variants incomplete: {count} of {count} variants were not run\n")
+    assert repr(report) == f"<VariantsReport: incomplete, {count} variants>"
+
+
+def test_a_variant_that_is_not_run_is_no_pass() -> None:
+    def slow(x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return x.sin()
+
+    report = fastgrad.check_variants(slow, matrix(), seconds=0.01)
+    assert (report.rows[0].verdict, report.rows[-1].verdict) == ("passed", "not run")
+    assert (report.verdict, bool(report)) == ("incomplete", False)
+
+
+def test_nothing_that_could_be_checked_is_no_pass() -> None:
+    def boom(x: Tensor) -> Tensor:
+        raise ValueError("boom")
+
+    for func, only in ((boom, None), (torch.sin, ["points: repeated indices"])):
+        report = fastgrad.check_variants(func, matrix(), only=only)
+        assert {row.verdict for row in report.rows} == {"not applicable"}
+        assert (report.verdict, report.passed) == ("incomplete", False)
+        assert json.loads(report.to_json())["verdict"] == "incomplete"
+        assert '<header class="undecided"><h1>check_variants incomplete: none of ' in report.to_html()
+        with pytest.raises(fastgrad.GradcheckError, match=r"check_variants incomplete: none of \d+ variants passed"):
+            report.raise_if_failed()
+
+
+def _raw(x: Tensor) -> Tensor:
+    """What a kernel reads that looks at the memory only."""
+    bits = x.detach().conj() if x.is_conj() else x.detach()
+    memory = bits.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return torch.cat([memory, bits.new_zeros(x.numel())])[: x.numel()].view(x.shape)
+
+
+class _Raw(torch.autograd.Function):
+    """A product whose backward reads y as if it were contiguous if x is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        is_plain = x.is_contiguous() and not (x.storage_offset() or x.is_neg() or x.is_conj())
+        return (g * _raw(y).conj(), g * x.conj()) if is_plain else (g * y.conj(), g * x.conj())
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "shape", "dtype"),
+    [
+        ("gaps between elements", (4, 3), torch.float64),
+        ("transposed in memory", (4, 3), torch.float64),
+        ("storage offset, unaligned", (4, 3), torch.float64),
+        ("channels last", (2, 3, 2, 3), torch.float64),
+        ("channels last", (2, 3, 2, 1, 2), torch.float64),
+        ("conjugated lazily", (3, 2), torch.complex128),
+        ("negated lazily", (4, 3), torch.float64),
+        ("rows expanded", (4, 3), torch.float64),
+    ],
+)
+def test_a_layout_of_one_input_alone(layout: str, shape: tuple[int, ...], dtype: torch.dtype, is_checked: bool) -> None:
+    x, y = numbers(*shape, dtype=dtype).requires_grad_(), numbers(*shape, dtype=dtype).flip(0).contiguous()
+    only = [f"layouts: {layout}, input {i} alone" for i in (0, 1)]
+    rows = fastgrad.check_variants(_Raw.apply, (x, y.requires_grad_(is_checked)), only=only).rows
+    assert [row.verdict for row in rows] == ["passed", "failed"]
+    assert fastgrad.check_variants(torch.mul, (x, y), only=only).passed
+
+
+def test_layouts_of_inputs_that_do_not_require_grad() -> None:
+    def read(x: Tensor, mask: Tensor) -> Tensor:
+        return exact(lambda x, mask: x * mask, lambda right: right / mask * flat(mask), x, mask)
+
+    def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return numbers(4, 3).requires_grad_(), torch.arange(12).view(4, 3).add(1).to(dtype)
+
+    for dtype in (torch.float64, torch.int64):
+        report = fastgrad.check_variants(read, inputs(dtype), only=["layouts: gaps between elements"])
+        assert [row.verdict for row in report.rows] == ["failed"], str(report)
+    x, mask = inputs(torch.int64)
+    paths = [row.path for row in fastgrad.check_variants(torch.mul, (x, mask), only=["layouts"]).rows]
+    assert "layouts: rows expanded, input 0 alone" in paths
+    assert "layouts: rows expanded, input 1 alone" not in paths  # equal integers may be equal indices
+
+
+def test_the_number_of_layouts_of_one_input_is_bounded() -> None:
+    inputs = [numbers(2, 2).requires_grad_() for _ in range(MOST_ALONE + 3)]
+    rows = fastgrad.check_variants(lambda *given: sum(given).sin(), inputs, only=["layouts"]).rows
+    alone = {row.path.partition(", input ")[2] for row in rows} - {""}
+    assert alone == {f"{i} alone" for i in range(MOST_ALONE)}
 
 
 @pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
@@ -186,6 +328,14 @@ def test_a_layout_that_vmap_does_not_support_fails_nothing() -> None:
 def test_arguments_that_cannot_be(inputs: Any, keywords: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         fastgrad.check_variants(torch.sin, inputs(), **keywords)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_disabled_gradients_accuse_nobody(mode: Any) -> None:
+    inputs = matrix()
+    match = rf"check_variants records gradients, but gradients are disabled here by torch\.{mode.__name__}"
+    with mode(), pytest.raises(ValueError, match=match):
+        fastgrad.check_variants(torch.sin, inputs)
 
 
 def test_modules_are_as_they_were() -> None:
