@@ -308,6 +308,7 @@ class NumericalCertificate:
         size = self._base.shape
         bounds = torch.full((2, *size), torch.inf, dtype=torch.float64, device=self._problem.device)
         refuted = torch.zeros_like(bounds)
+        soon = SOON_SEPARATED if analytical is not None and excluded is None else 0
         steps = [1.0]
         taken: list[_Taken] = []
         times, refuting = torch.ones_like(self._base), torch.zeros_like(self._base)
@@ -335,9 +336,8 @@ class NumericalCertificate:
                 break
             if step == 1.0:
                 steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
-            elif analytical is not None and excluded is None:
-                if self._separable_columns(hiding.nonzero().reshape(-1), SOON_SEPARATED) is not None:
-                    break
+            elif self._separable_columns(hiding.nonzero().reshape(-1), soon) is not None:
+                break
         self._repeat(taken)
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         worst_first = rows.nonzero().reshape(-1)[refuted[0][rows].argsort(descending=True)]
