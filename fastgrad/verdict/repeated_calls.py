@@ -103,12 +103,12 @@ class RepeatedCalls:
         return slice(1, -1) if self._problem.m > 1 else slice(None)
 
     def take(self, jacobian: Tensor, products: Tensor) -> None:
-        """Uses VJPs that ran before all others as the first VJPs, instead of running them.
+        """Uses VJPs that ran before all others as the first VJPs, instead of running them; if there are none yet.
 
         jacobian: the rows, float64, shape (m, n). products: the VJPs of the `linearity_cotangents` of
         GRAD_OUTPUT_KINDS, in any layout.
         """
-        if not self._is_needed:
+        if not self._is_needed or self._known is not None:
             return
         if self._problem.m == 1:
             self._known = jacobian

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
+from tests.planted.row import function
 
 Func = Callable[[Tensor], Tensor]
 
@@ -147,3 +148,18 @@ def test_each_call_of_a_backward_counts(keywords: dict[str, Any], extra: float) 
     assert verdict(0) == "passed"
     calls = Product.calls if dtype is torch.float64 else 25
     assert [wrong for wrong in range(1, calls + 1) if verdict(wrong) == "passed"] == []
+
+
+@pytest.mark.parametrize("wrong", range(1, 13))
+def test_each_call_of_a_backward_of_one_complex_output_counts(wrong: int) -> None:
+    """The first calls come from the look for a pattern, before all others."""
+    calls = 0
+
+    def backward(grad_output: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return grad_output * x.cos().conj() + 9.0 * (calls == wrong)
+
+    func = function(lambda x: x.sin().sum(), backward)
+    x = torch.randn(60, dtype=torch.complex128, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert fastgrad.check(func, x).verdict == "failed"
