@@ -220,8 +220,8 @@ std::vector<double> largest_residuals(
     const at::Tensor& directions);
 
 // What body() returns, called at a level of forward-mode AD. torch has one level for all threads, so threads take
-// turns; a thread that waits for its turn has released the GIL. The level ends with the call, also after an exception:
-// between entering and leaving it, only body itself handles signals.
+// turns; a thread that waits for its turn has released the GIL. The level is always left, also after an exception. At
+// this level, Python handles signals (Ctrl-C) only while body runs, so no signal can prevent leaving it.
 pybind11::object at_dual_level(const pybind11::object& body);
 
 }  // namespace fastgrad

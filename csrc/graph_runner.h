@@ -24,7 +24,7 @@ class GraphRunner {
   // Whether later VJPs call the nodes alone.
   bool bypasses_engine() const { return state_ == State::nodes; }
 
-  // Undefined if there is none. Called and returns with the GIL held.
+  // The gradients of the inputs; undefined for an input without a gradient. Called and returns with the GIL held.
   std::vector<at::Tensor> vjp(const std::vector<at::Tensor>& cotangents);
 
   // The VJP of zeros, or of undefined grad_outputs of all outputs or of one, the others zero.
@@ -51,7 +51,7 @@ class GraphRunner {
   // The results of the nodes; an undefined cotangent is passed on as such.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& cotangents) const;
 
-  // The same; nothing if the engine has to run them.
+  // As run; nothing if the engine must compute this VJP instead.
   std::optional<std::vector<at::Tensor>> try_run(const std::vector<at::Tensor>& cotangents);
 
   State state_ = State::untried;

@@ -22,8 +22,9 @@ class UnrecordedBackward {
       pybind11::object func, pybind11::object refuse, int64_t count, std::vector<int64_t> inputs,
       std::vector<int64_t> grad_outputs, bool record);
 
-  // The gradients of func with respect to the checked inputs, undefined if there is none; arguments: func's, then
-  // grad_outputs. The checked ones are made to require grad: forward-mode AD passes detached ones.
+  // The gradients of func with respect to the checked inputs; undefined for an input without a gradient. arguments: the
+  // arguments of func, then grad_outputs. The checked tensors among them are set to require grad, because in
+  // forward-mode AD they are detached.
   std::vector<at::Tensor> call(const pybind11::tuple& arguments);
 
   // Forgets the last graph.

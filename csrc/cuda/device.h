@@ -15,8 +15,8 @@ namespace fastgrad::cuda {
 __device__ inline int64_t first_element() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline int64_t element_step() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 
-// Joins one value per thread, values[0], ..., values[threads_per_block - 1] in shared memory, into the first, always in
-// the same order. Every thread of the block must call it.
+// Reduces values[0], ..., values[threads_per_block - 1] in shared memory, one value per thread, to values[0]. They are
+// always joined in the same order. Every thread of the block must call this function.
 template <typename T, typename Join>
 __device__ void block_reduce_in_place(T* values, Join join) {
   const int own = static_cast<int>(threadIdx.x);
@@ -28,8 +28,8 @@ __device__ void block_reduce_in_place(T* values, Join join) {
   }
 }
 
-// Joins one value per thread of a block of threads_per_block into that of thread 0, always in the same
-// order. Every thread of the block must call it; T is made of doubles. Only thread 0's result counts.
+// Reduces the values of all threads of a block of threads_per_block, one per thread. They are always joined in the same
+// order. Every thread of the block must call this function; only thread 0 gets the result. T is made of doubles.
 template <typename T, typename Join>
 __device__ T block_reduce(T value, Join join) {
   static_assert(sizeof(T) % sizeof(double) == 0 && alignof(T) <= alignof(double), "T is made of doubles");

@@ -112,8 +112,8 @@ FASTGRAD_HOST_DEVICE void reduce(
   }
 }
 
-// Entries are visited by stripes of this many columns, row by row within: enough to use whole cache lines of a
-// column-major operand.
+// Entries are visited in stripes of this many columns, and row by row within a stripe. The cache holds a line of each
+// column of a stripe, so the lines of a column-major operand are used whole.
 constexpr int64_t stripe_columns = 32;
 
 // Whether the worst entry of `left` is visited before that of `right`.

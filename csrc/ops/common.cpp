@@ -1,4 +1,4 @@
-// Shared by the operators; a message names the op, the argument and the given value.
+// Shared by the operators. The messages of failed checks name the operator, the argument and the given value.
 #include "common.h"
 
 #include <ATen/MemoryOverlap.h>

@@ -1,4 +1,4 @@
-// Shared by the CPU kernels: argument checks and real coordinates of strided tensors.
+// Shared by the operators and their callers: argument checks and real coordinates of strided tensors.
 //
 // The real coordinates of a tensor are its elements in C order of its logical indices, one
 // coordinate for a real element and two, (re, im), for a complex one.

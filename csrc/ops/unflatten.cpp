@@ -29,7 +29,7 @@ void unflatten_composite(const at::Tensor& tensor, const at::Tensor& coordinates
     return;
   }
   const at::Tensor parts = coordinates.reshape({-1, 2}).to(c10::toRealValueType(tensor.scalar_type()));
-  // Not view_as_complex: the coordinates may begin at an odd place of their storage.
+  // Not view_as_complex, which needs an even storage offset: that of the coordinates may be odd.
   tensor.copy_(at::complex(parts.select(-1, 0), parts.select(-1, 1)).reshape(tensor.sizes()));
 }
 

@@ -237,7 +237,7 @@ def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
             continue
         difference = (a.sort(dim).values - n.sort(dim).values).abs().max()
         moved = int((~((a - n).abs() <= allowed)).any(1 - dim).sum())
-        # A row of equal values has no order.
+        # If all values of each row (or column) are equal, their order cannot be wrong.
         spread = (n.amax(dim) - n.amin(dim)).max()
         if bool(difference <= allowed) and moved > 1 and bool(spread > 10 * allowed):
             yield Cause(
@@ -275,8 +275,9 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     flat = _flattened(matrices, sample)
     if flat is None or shared_by(sample) < 2 or not bool((flat.a != 0).any()):
         return
-    # Each output depends on one element of the input. If grad_output is summed over all dimensions, or over the wrong
-    # ones, the value of this entry is at all places of the row, or at some wrong places.
+    # Each output depends on one element of the input, so each numerical row has one nonzero entry. If backward sums
+    # grad_output over all dimensions, every analytical entry of the row has its value. If backward sums over wrong
+    # dimensions, some wrong entries have its value, and the others are zero.
     row = flat.n.gather(1, flat.n.abs().argmax(1, keepdim=True))
     equal = (flat.a - row).abs() <= matrices.settings.atol + matrices.settings.rtol * row.abs()
     everywhere = bool((equal | ~flat.known).all())

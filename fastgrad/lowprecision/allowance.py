@@ -119,7 +119,7 @@ def _mean_square(
 
 
 class _MeanSquare:
-    """The root mean square over several tensors, element by element, of the finite values; infinite if none is."""
+    """The root mean square of several tensors, element by element: of the finite values; infinite if there are none."""
 
     def __init__(self, like: Tensor) -> None:
         self._sum, self._count = torch.zeros_like(like), torch.zeros_like(like)

@@ -280,7 +280,7 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
 
 
 def _fits(per_halving: int, points: Numbers) -> list[Fit]:
-    """Fits of one, two and three odd powers over windows of steps, each with the distance to its neighbors."""
+    """Fits of one, two and three odd powers to windows of steps; uncertainties include changes to neighboring fits."""
     steps = points[0]
     raw: dict[tuple[int, int], tuple[float, float, float]] = {}
     tops = list(range(0, len(steps), max(1, per_halving // 2)))

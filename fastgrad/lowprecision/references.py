@@ -24,7 +24,7 @@ MakeReference = Callable[[], Reference]
 
 
 class Doubled:
-    """Copies of values with their floating tensors in double precision, the same one for the same tensor."""
+    """Copies values, with tensors of lower dtypes in double precision. A tensor that occurs twice has one copy."""
 
     def __init__(self, device: str | None) -> None:
         """device: where all tensors are moved, if anywhere."""

@@ -29,7 +29,7 @@ of the user, which would have no frame of its own if it is implemented in C++.""
 
 
 class Places:
-    """The modules of a model that run, the innermost last: its methods are hooks of all modules."""
+    """Knows which modules of a model are running; `enter` and `leave` are hooks of all modules."""
 
     def __init__(self, model: Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}

@@ -93,7 +93,7 @@ class DetachedPath:
 
 
 class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that records operations in the thread in which it was made.
+    """A mode that records the operations of a forward pass, in the thread that runs it.
 
     Attributes
     ----------
@@ -101,8 +101,8 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         Distinct operations, in the order of their first calls.
     places
         The current position in the model.
-    saved, hooks, cuts
-        Observations between operations.
+    saved, hooks, detached
+        Saved tensors, hooks, and paths that autograd does not record.
     foreign
         Functions of torch's own that are not operators, for example activation checkpointing.
 
@@ -115,13 +115,13 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     memory_limit
         Bytes for copies.
     keeps_calls
-        Whether operations are kept.
+        Whether operations are kept, with copies of their inputs.
     kept_saved
-        Numbers of saved tensors that are copied; backward gets the copies.
+        Which saved tensors are copied, by `Saved.number`; backward gets the copies.
     mutes_hooks
         Whether hooks are prevented from returning or writing other gradients.
     watched
-        Numbers of saved tensors that are compared after every event.
+        Which saved tensors are compared before and after every operation, by `Saved.number`.
     """
 
     def __init__(

@@ -62,9 +62,9 @@ class SavedWatch:
     places
         The current position in the model.
     kept
-        Numbers of saved tensors that are copied; backward gets the copies.
+        Which saved tensors are copied, by `Saved.number`; backward gets the copies.
     watched
-        Numbers of saved tensors that are compared around every event.
+        Which saved tensors are compared before and after every operation, by `Saved.number`.
     """
 
     def __init__(self, places: Places, kept: frozenset[int], watched: frozenset[int]) -> None:

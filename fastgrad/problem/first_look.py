@@ -68,11 +68,12 @@ class FirstLook:
 
 
 def first_look(problem: Problem, settings: Settings) -> FirstLook:
-    """Compares all values of func with and without a graph, at a point next to x.
+    """Compares the outputs of func with and without a graph, at one point next to x.
 
-    A func that differentiates inside fails without a graph, or enables gradients itself. This takes two evaluations in
-    addition to the first one at x. One point next to x is representative. Values at x itself are compared if bits are
-    used to find a pattern.
+    If they are equal, evaluations for differences do not record a graph. Otherwise they do, and also if func raises
+    without a graph, for example because it calls autograd itself. The comparison takes two evaluations, in addition to
+    the first one at x. Two evaluations at x itself are compared later, if a pattern is sought by comparing outputs bit
+    by bit.
     """
     half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
     displacement = problem.displacement(half.to(problem.device), settings.eps)

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """The name of a function, of the Function whose apply it is, or of a module's class; empty if there is none."""
+    """The name of a function, of a Function if func is its apply, or of an object's class; empty for a lambda."""
     func = _unwrapped(func)
     if isinstance(func, partial):
         return function_name(func.func)

@@ -163,10 +163,10 @@ class Detection(ABC):
         watch_gradients: bool = True,
         splits_hubs: bool = False,
     ) -> Pattern | None:
-        """What outputs, gradients, or both show when blocks of columns, or of rows, are selected.
+        """The pattern by probing outputs, gradients, or both with blocks of columns or rows; None if there is none.
 
         most: the largest number of products to find the pattern; None: as many as pay off, and the pattern may have
-        more entries than necessary.
+        more entries than necessary. splits_hubs: as in `Refinement`.
         """
         budget, if_likely = self._budget.probes - self._spent, self._budget.probes_if_likely - self._spent
         if most is not None:

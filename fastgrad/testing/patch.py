@@ -64,7 +64,7 @@ class DisagreementError(AssertionError):
         self.check = check
 
     def __reduce__(self) -> tuple[type[DisagreementError], tuple[Check]]:
-        """Pickles with the outcomes."""
+        """Pickles the check, from which the message is made again."""
         return type(self), (self.check,)
 
 

@@ -58,7 +58,7 @@ def outcome_of(check: Callable[[], object]) -> Outcome:
 
 
 def is_asked() -> bool:
-    """Whether the call comes from here and must run torch's checker even if it is patched."""
+    """Whether this module is calling a checker of torch, which must then run even if it is patched."""
     return _asking.get()
 
 

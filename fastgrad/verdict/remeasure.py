@@ -238,7 +238,7 @@ def _clearly_wrong(suspects: Suspects, columns: list[Refinement]) -> Tensor:
 
 
 def _rows_of(suspects: Suspects, entry: int) -> range:
-    """The rows of a refinement that belong to an entry."""
+    """The indices of an entry's output coordinates in the arrays of a `Refinement`."""
     width = suspects.outputs.shape[1]
     return range(entry * width, (entry + 1) * width)
 
