@@ -16,7 +16,7 @@ from fastgrad.core.native import Derivatives, Layout, RandomDirections, flattene
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import SKETCH_DIRECTIONS
-from fastgrad.core.tensors import differ, largest
+from fastgrad.core.tensors import differ, largest, near
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.plan import sketch_size
@@ -92,6 +92,8 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
             done = made, gradients
         if _agree(settings, differences, *done):
             if not changing_steps_repeat(check, settings, last_agrees=True):
+                return False
+            if not check.noted(partial(_replaced_vjps_repeat, check, settings, done[0].of_all)):
                 return False
             check.bound, check.differences = bound, (differences, weight, bound)
             third = partial(_same_on_third, check, settings, *done)
@@ -297,7 +299,9 @@ def _all_vjps(
         return None
     gradients, match = problem.vjps(made.vectors, made.layouts, made.only)
     check.vjps += len(made.only)
-    check.products = made.vectors[: made.of_all], gradients[: made.of_all]
+    known = made.vectors[: made.of_all], gradients[: made.of_all]
+    earlier = check.products or (known[0][:0], known[1][:0])
+    check.products = torch.cat([earlier[0], known[0]]), torch.cat([earlier[1], known[1]])
     if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
         check.moved = True
         return None
@@ -327,6 +331,25 @@ def _all_vjps(
     if not problem.is_custom and not _zeros_are_zero(check, settings):
         return None
     return gradients
+
+
+@phase("repeated calls")
+def _replaced_vjps_repeat(check: SmallCheck, settings: Settings, last: int) -> bool:
+    """Whether VJPs that others replaced, because of other weights, add up to the VJP of the sum of their cotangents.
+
+    last: the number of rows that were compared with differences.
+    """
+    assert check.products is not None
+    cotangents, gradients = (rows[: rows.shape[0] - last] for rows in check.products)
+    if cotangents.shape[0]:
+        total = cotangents.sum(0, keepdim=True)
+        again = check.problem.vjps(total, [Layout.CONTIGUOUS], [-1])[0]
+        check.vjps += 1
+        allowed = (
+            settings.atol + settings.rtol * gradients.abs().amax(0) + settings.nondet_tol * float(total.abs().sum())
+        )
+        check.moved = not bool(near(again, gradients.sum(0), allowed).all())
+    return not check.moved
 
 
 def _same_as_early(

@@ -549,9 +549,12 @@ def linearity_failure(
 
 def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
     """The failure if REPEAT_SCALE times a cotangent does not give REPEAT_SCALE times its VJP: gradient, shape (n,)."""
-    scaled = problem.vjp((cotangent * REPEAT_SCALE).unsqueeze(0)) / REPEAT_SCALE
+    multiple = (cotangent * REPEAT_SCALE).unsqueeze(0)
+    scaled = problem.vjp(multiple) / REPEAT_SCALE
     scale, finite = REPEAT_SCALE, gradient.isfinite()
-    if not bool(scaled.isfinite()[0, finite].all()):  # it may overflow, but not with another sign alone
+    if not bool(scaled.isfinite()[0, finite].all()):  # it may overflow, but not once, and not with another sign alone
+        if not torch.equal(problem.vjp(multiple).isfinite(), scaled.isfinite()):
+            return nondeterministic(problem.outputs[0])
         scaled, scale = -problem.vjp(-cotangent.unsqueeze(0)), -1.0
     error = torch.where(finite, gradient - scaled, 0.0)  # entries that are not finite were compared with differences
     if largest(error) <= settings.atol + settings.nondet_tol * float(cotangent.abs().sum()):

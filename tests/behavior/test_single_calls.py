@@ -163,3 +163,28 @@ def test_each_call_of_a_backward_of_one_complex_output_counts(wrong: int) -> Non
     func = function(lambda x: x.sin().sum(), backward)
     x = torch.randn(60, dtype=torch.complex128, generator=torch.Generator().manual_seed(0), requires_grad=True)
     assert fastgrad.check(func, x).verdict == "failed"
+
+
+@pytest.mark.parametrize("extra", [9.0, math.nan])
+@pytest.mark.parametrize("n", [257, 10_000])
+def test_each_call_of_a_backward_of_large_values_counts(n: int, extra: float) -> None:
+    """Outputs get weights at the second step of a small check, and other grad_outputs replace the first ones."""
+    calls = wrong = 0
+
+    def backward(grad_output: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        right = torch.empty_like(grad_output).scatter_(0, x.argsort(), 1.5 * grad_output)
+        return right + extra if calls == wrong and bool(grad_output.any()) else right
+
+    func = function(lambda x: 1.5 * x.sort()[0], backward)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    x = (order.double() + 1).requires_grad_()
+
+    def verdict() -> str:
+        return fastgrad.check(func, x, fast_mode=True, seed=33).verdict
+
+    assert verdict() == "passed"
+    for wrong in range(1, calls - 1):  # the last two get zeros
+        calls = 0
+        assert verdict() == "failed", wrong
