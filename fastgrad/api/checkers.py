@@ -588,7 +588,7 @@ def default_keywords() -> dict[str, Any]:
 
 def _check_own_arguments(func: Callable[..., Any], order: object, kwargs: object, wrt: object) -> None:
     """Validates the arguments that only `check` has."""
-    if order not in (1, 2, 3, 4) or isinstance(order, bool):
+    if not isinstance(order, int) or isinstance(order, bool) or order not in (1, 2, 3, 4):
         raise ValueError(f"order must be 1, 2, 3 or 4, got {order!r}.")
     if wrt not in ("inputs", "parameters", "both"):
         raise ValueError(f"wrt must be 'inputs', 'parameters' or 'both', got {wrt!r}.")

@@ -315,14 +315,14 @@ class _Verdict:
         try:
             values = compressed.linear_entries(problem, self._compression)
         except Exception as error:  # it cannot be differentiated
-            raise_unless_of_func(error)
+            raise_if_transient(error, partial(compressed.linear_entries, problem, self._compression))
             return False, None
         self._of_backward = self._certificate_of(values, self._calls)
         try:
             if not self._of_backward.explains_products():
                 return False, None
         except Exception as error:  # backward raised for some layout
-            raise_unless_of_func(error)
+            raise_if_transient(error, self._of_backward.explains_products)
             return False, None
         failure, _ = one_hot_rows(problem, self._settings)
         if failure is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import torch_private
-from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.memory import free_bytes
 from fastgrad.core.native import SmallProblem
 from fastgrad.engines import cost_model, executor
@@ -445,7 +445,7 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
             look.irreproducible.append("in replays of a VJP")
         return False, f"; replays of a VJP: {error}"
     except Exception as error:  # backward raised it: the check itself will raise it
-        raise_unless_of_func(error)
+        raise_if_transient(error, trial)
         return False, ""
     said = f"; replays of a VJP: {gain:.2g} times as fast as single calls"
     return gain >= cost_model.COSTS.trial_gain * problem.ranks, said

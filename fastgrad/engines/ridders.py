@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
+from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.precision import ROUNDING, spacing
 from fastgrad.core.tensors import near
 from fastgrad.problem.coordinates import block_with, per_coordinate
@@ -447,10 +447,14 @@ def _at_eps(
     direction[where] = 1.0
     displacement = _plain(problem.displacement(direction, eps))
     step, width = displacement[where][owner], problem.realized_width(displacement, 1.0)[where][owner]
+
+    def sides() -> tuple[Tensor, ...]:
+        return tuple(problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
+
     try:
-        plus, minus = (problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
+        plus, minus = sides()
     except Exception as error:  # one side is outside of func's domain
-        raise_unless_of_func(error)
+        raise_if_transient(error, sides)
         missing = torch.full_like(base, torch.nan)
         return missing, missing, missing
     same = problem.coordinate_widths(eps)[where][owner] == width

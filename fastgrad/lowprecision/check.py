@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastgrad.checks import order
 from fastgrad.checks.description import environment, subject
-from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.native import Layout
 from fastgrad.core.precision import LOWER
 from fastgrad.core.progress import Progress
@@ -207,7 +207,7 @@ class LowerCheck:
         try:
             report, nearby = self._first_that_passes(func, reference.arguments)
         except Exception as error:
-            raise_unless_of_func(error)
+            raise_if_transient(error, partial(self._first_that_passes, func, reference.arguments))
             raise IncomparableError(f"{reference.name} raises {type(error).__name__}: {error}") from error
         if nearby:
             self._outcome.notes.append(f"the reference was checked next to x, because at x {nearby}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.random import PRECISION_STREAM, direction
 from fastgrad.lowprecision.probes import one_row, random_cotangent, row_behind
 from fastgrad.lowprecision.rounding import largest_number, unit_roundoff
@@ -151,10 +152,11 @@ def _moved(problem: Problem, whole: Tensor) -> Tensor:
     base = problem.base()
     moved = torch.zeros_like(base, dtype=torch.bool)
     for step in (0.5, -0.5, 2.0**-4, -(2.0**-4)):
+        evaluate = partial(problem.evaluate, False, whole, step)
         try:
-            moved |= problem.evaluate(False, whole, step) != base
+            moved |= evaluate() != base
         except Exception as error:
-            raise_unless_of_func(error)  # beyond the domain of func
+            raise_if_transient(error, evaluate)  # beyond the domain of func
     return moved
 
 
@@ -244,6 +246,11 @@ def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Ten
     return Finding(row, best.error, allowed, size, is_open, float(whole.abs().max()))
 
 
+def _both_sides(problem: Problem, whole: Tensor, step: float) -> tuple[Tensor, Tensor]:
+    """The outputs at x + step * whole and x - step * whole: float64, shape (m,) each."""
+    return problem.evaluate(False, whole, step), problem.evaluate(False, whole, -step)
+
+
 def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tuple[int, Numbers] | None:
     """Steps per halving, and a table of five rows, with one column per step.
 
@@ -259,10 +266,11 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
     largest = problem.base().abs().nan_to_num(0.0, 0.0, 0.0).max()
     for number in range(count):
         step = 2.0 ** (-1 - number / per_halving)
+        evaluate = partial(_both_sides, problem, whole, step)
         try:
-            ahead, behind = (problem.evaluate(False, whole, sign * step)[used] for sign in (1.0, -1.0))
+            ahead, behind = (side[used] for side in evaluate())
         except Exception as error:
-            raise_unless_of_func(error)
+            raise_if_transient(error, evaluate)
             continue  # beyond the domain of func
         if not bool((ahead.isfinite() & behind.isfinite()).all()):
             continue

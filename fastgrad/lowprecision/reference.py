@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fastgrad.core import native
+from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.random import RandomState
 from fastgrad.lowprecision.rounding import Arithmetic, largest_number, smallest_subnormal, unit_roundoff
 from fastgrad.problem.arguments import as_tuple
@@ -120,6 +122,7 @@ class Products:
         except IncomparableError:
             raise
         except Exception as error:
+            raise_if_transient(error, partial(self._run, self._leaves))
             raise IncomparableError(f"{reference.name} raises {type(error).__name__}: {error}") from error
         if not any(output.requires_grad for output in self._graph):
             raise IncomparableError(f"no output of {reference.name} requires grad")
@@ -153,9 +156,11 @@ class Products:
     def _tries_batch(self) -> bool:
         """Whether a batch of two VJPs gives the results of single ones."""
         v = torch.ones(2, self._m, dtype=torch.float64, device=self.device)
+        run = partial(self._gradients, self._graph, self._leaves, v, True)
         try:
-            batch = self._gradients(self._graph, self._leaves, v, True)
-        except Exception:
+            batch = run()
+        except Exception as error:
+            raise_if_transient(error, run)
             return False
         single = self._gradients(self._graph, self._leaves, v[:1], False)
         return torch.allclose(batch, single.expand_as(batch), 1e-6, 1e-12, equal_nan=True)

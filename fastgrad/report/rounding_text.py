@@ -23,8 +23,8 @@ def passed(precision: LowPrecision) -> str:
             "an error of a single entry may be hidden"
         )
     text = (
-        f"an error of {_percent(precision.smallest)} would have been found in half of the entries, and an error of "
-        f"{_percent(precision.smallest_most)} in 90 % of them"
+        f"an error of about {_percent(precision.smallest)}, relative to the reference, would have been found in half "
+        f"of the compared entries, and an error of about {_percent(precision.smallest_most)} in 90 % of them"
     )
     if precision.smallest_scale is not None:
         text += f"; an error of {_percent(precision.smallest_scale)} common to all entries would have been found"

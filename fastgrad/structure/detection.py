@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
+from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import PROBE_COTANGENT, PROBE_DIRECTION, direction
@@ -319,10 +319,11 @@ class ProblemPatterns(Detection):
         """Repeats the evaluations of detection if their sum is not that of a VJP; notes it if func's values change."""
         if not self._probes_columns:
             return
+        repeat = partial(self._probed.change_when_repeated, self._vjp, self._cotangent, self._settings.atol)
         try:
-            changed = self._probed.change_when_repeated(self._vjp, self._cotangent, self._settings.atol)
+            changed = repeat()
         except Exception as error:
-            raise_unless_of_func(error)
+            raise_if_transient(error, repeat)
             return  # a backward that accepts one-hot cotangents only, or a func that raises: other checks say so
         if changed:
             self._look.irreproducible.append("while a sparsity pattern was sought")

@@ -272,7 +272,8 @@ class RepeatedCalls:
         """The allowed difference of a gradient from run to run."""
         if self._problem.m == 1 or 0 < call <= len(self._rows):
             return self._settings.nondet_tol
-        rounding = ROUNDING * self._problem.unit_roundoff * largest(known[call])
+        # A value that is not finite must be repeated, and allows nothing.
+        rounding = ROUNDING * self._problem.unit_roundoff * largest(known[call].nan_to_num(0.0, 0.0, 0.0))
         movement = self._settings.nondet_tol * float(self._cotangents(range(call, call + 1)).abs().sum())
         return max(rounding, movement, self._product_tolerance)
 

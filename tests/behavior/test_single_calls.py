@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -188,3 +189,39 @@ def test_each_call_of_a_backward_of_large_values_counts(n: int, extra: float) ->
     for wrong in range(1, calls - 1):  # the last two get zeros
         calls = 0
         assert verdict() == "failed", wrong
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keywords"),
+    [(torch.float64, {"engine": "compressed"}), (torch.float64, {"fast_mode": True}), (torch.float32, {})],
+)
+def test_an_exception_of_one_call_does_not_end_in_a_pass(dtype: torch.dtype, keywords: dict[str, Any]) -> None:
+    calls = wrong = 0
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == wrong:
+            raise RuntimeError("launch failed")
+
+    def forward(x: Tensor) -> Tensor:
+        count()
+        return x.sin()
+
+    def backward(grad_output: Tensor, x: Tensor) -> Tensor:
+        count()
+        return grad_output * x.cos()
+
+    func = function(forward, backward)
+    x = torch.linspace(0.1, 0.9, 12, dtype=dtype, requires_grad=True)
+
+    def passes() -> bool:
+        return fastgrad.check(lambda x: func(x).outer(func(x)).sum(0) + func(x), x, **keywords).passed
+
+    assert passes()
+    for wrong in range(1, calls + 1, 2):
+        calls = 0
+        passed = False
+        with contextlib.suppress(RuntimeError):
+            passed = passes()
+        assert not passed, wrong
