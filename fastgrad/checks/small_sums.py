@@ -100,6 +100,8 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
             return not problem.is_custom or check.noted(third) is not None
     if check.steps and not check.moved and not check.irreproducible and check.changed is None:
         check.left_open = early
+    if check.products is None:
+        check.products = plain.early, early
     return False
 
 
@@ -299,20 +301,19 @@ def _all_vjps(
         return None
     gradients, match = problem.vjps(made.vectors, made.layouts, made.only)
     check.vjps += len(made.only)
-    known = made.vectors[: made.of_all], gradients[: made.of_all]
-    earlier = check.products or (known[0][:0], known[1][:0])
-    check.products = torch.cat([earlier[0], known[0]]), torch.cat([earlier[1], known[1]])
+    _add_products(check, made.vectors[: made.of_all], gradients[: made.of_all])
     if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
         check.moved = True
         return None
-    again = gradients[REPEATED : REPEATED + 1]
+    unweighted, product = plain.vectors[REPEATED : REPEATED + 1], gradients[REPEATED : REPEATED + 1]
     if made is not plain:
-        again = problem.vjps(plain.vectors[REPEATED : REPEATED + 1], [Layout.CONTIGUOUS], [-1])[0]
+        product = problem.vjps(unweighted, [Layout.CONTIGUOUS], [-1])[0]
         check.vjps += 1
-    again = again * REPEAT_SCALE
+    again = product * REPEAT_SCALE
     if problem.is_custom:
         again = torch.cat([again, gradients[made.again : made.again + 1]])
     if not _same_as_early(check, settings, plain, again, early):
+        _add_products(check, unweighted, product)
         return None
     if made.separate:
         parts = gradients[made.separate]
@@ -331,6 +332,12 @@ def _all_vjps(
     if not problem.is_custom and not _zeros_are_zero(check, settings):
         return None
     return gradients
+
+
+def _add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
+    """Adds VJPs, with their cotangents, to those that later ones must add up to."""
+    earlier = check.products or (vectors[:0], gradients[:0])
+    check.products = torch.cat([earlier[0], vectors]), torch.cat([earlier[1], gradients])
 
 
 @phase("repeated calls")

@@ -219,9 +219,31 @@ def test_an_exception_of_one_call_does_not_end_in_a_pass(dtype: torch.dtype, key
         return fastgrad.check(lambda x: func(x).outer(func(x)).sum(0) + func(x), x, **keywords).passed
 
     assert passes()
-    for wrong in range(1, calls + 1, 2):
+    for wrong in range(1, calls + 1, 1 + calls // 40):
         calls = 0
         passed = False
         with contextlib.suppress(RuntimeError):
             passed = passes()
         assert not passed, wrong
+
+
+@pytest.mark.parametrize(("n", "scale", "offset"), [(60, 1e4, 0.0), (1000, 1.0, 1e4)])
+def test_each_call_of_a_backward_counts_if_rounding_is_large(n: int, scale: float, offset: float) -> None:
+    """The sums of the small check decide nothing, and the complete check uses its VJPs."""
+    calls = wrong = 0
+
+    def backward(grad_output: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return grad_output * (x.cos() + 1) * (math.nan if calls == wrong else scale)
+
+    func = function(lambda x: (x.sin() + x) * scale + offset, backward)
+    x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+    def verdict() -> str:
+        return fastgrad.check(func, x, fast_mode=True).verdict
+
+    assert verdict() == "passed"
+    for wrong in range(1, calls - 1):  # the last two get zeros
+        calls = 0
+        assert verdict() == "failed", wrong
