@@ -83,8 +83,8 @@ class _Session:
     seconds: list[float] = field(default_factory=list)
 
 
-class _Patch(AbstractContextManager[list[Check]]):
-    """What `patch` returns: a context manager, and a decorator of functions."""
+class Patch(AbstractContextManager[list[Check]]):
+    """What `fastgrad.patch` returns: a context manager, and a decorator of functions."""
 
     def __init__(self, compare: bool) -> None:
         self._compare = compare
@@ -110,13 +110,13 @@ class _Patch(AbstractContextManager[list[Check]]):
         @functools.wraps(function)
         def patched(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
             __tracebackhide__ = True
-            with _Patch(self._compare):
+            with Patch(self._compare):
                 return function(*arguments, **keywords)
 
         return patched
 
 
-def patch(*, compare: bool = False) -> _Patch:
+def patch(*, compare: bool = False) -> Patch:
     """A context in which `torch.autograd.gradcheck` and `gradgradcheck` run fastgrad's checkers.
 
     The functions themselves forward the call, so it does not matter how they are reached: as attributes of
@@ -159,7 +159,7 @@ def patch(*, compare: bool = False) -> _Patch:
     ...     gradcheck(torch.sin, (x,))
     True
     """
-    return _Patch(compare)
+    return Patch(compare)
 
 
 @contextmanager
