@@ -66,11 +66,12 @@ MOST_SEPARATED = 64
 
 SOON_SEPARATED = 16
 """Up to this many such outputs and columns are examined separately before further steps are tried: four steps take 48
-evaluations, each column takes two."""
+evaluations, and as many for repeats; each column takes two."""
 
 MOST_FOLLOW_UP_CALLS = 200
 """Number of calls that further steps may take: six steps in three directions with four evaluations each, the same again
-without the columns of single outputs, and these columns. If the dense engine takes fewer calls, it is used instead."""
+without the columns of single outputs, and these columns. Repeats of these steps are not counted. If the dense engine
+takes fewer calls, it is used instead."""
 
 MOST_WRONG_SHARE = 1 / 4
 """If more than this share of the rows is wrong, kinks are not the reason, and smaller steps do not help."""
