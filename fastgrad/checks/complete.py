@@ -14,12 +14,13 @@ import torch
 from fastgrad.checks.dense import dense_check
 from fastgrad.checks.description import environment, subject
 from fastgrad.checks.one_block import is_small, runs_single_rows, take_calls
-from fastgrad.checks.small_result import SmallCheck
+from fastgrad.checks.small_result import OPEN_SUMS, SmallCheck
 from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch
 from fastgrad.core.progress import Progress
 from fastgrad.engines.plan import (
+    compares_open_entries,
     dense_is_small,
     is_affordable,
     looks_first,
@@ -198,7 +199,11 @@ def _first_failure(
 ) -> tuple[Plan, Failure | None]:
     if backward is not None and problem.has_graph:
         problem.base()  # now, because the first evaluation still provides it
-    if sketches(problem, settings) and findings.backward is None:
+    sums_are_open = isinstance(findings, SmallCheck) and findings.left_open is not None
+    if sums_are_open and compares_open_entries(problem, settings):
+        findings.notes.append(OPEN_SUMS)
+        plan, failure = _exact(problem, settings, findings)
+    elif sketches(problem, settings) and findings.backward is None:
         runs_backward = problem.has_graph and settings.check_backward_ad
         calls = RepeatedCalls(problem, settings) if runs_backward else None
         if calls is not None:

@@ -26,7 +26,7 @@ from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
 from fastgrad.core.precision import ROUNDING, relative_step
 from fastgrad.engines.blocks import MOST_AT_ONCE
-from fastgrad.engines.plan import is_one_block, looks_first, sketches
+from fastgrad.engines.plan import compares_open_entries, is_one_block, looks_first, sketches
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.small_backward import SmallBackward
@@ -35,10 +35,6 @@ from fastgrad.verdict.grad_outputs import BATCH, batched_difference
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 RELATIVE_STEP = relative_step(torch.float64)
-
-MOST_OPEN_CALLS = 200
-"""Largest number of evaluations and VJPs for which all entries are compared if sums decided nothing. Sums at other
-steps take about 30 evaluations and 35 VJPs, each of them several times as long as in native code."""
 
 
 def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings) -> SmallCheck | None:
@@ -94,12 +90,7 @@ def _open_rows_agree(check: SmallCheck, settings: Settings) -> bool:
     Otherwise the complete check does not use the differences of the sums. So a value that only they saw is sought here.
     """
     problem = check.problem
-    if (
-        settings.engine != "auto"
-        or settings.check_forward_ad
-        or problem.is_custom
-        or 2 * problem.n + problem.m > MOST_OPEN_CALLS
-    ):
+    if problem.is_custom or not compares_open_entries(problem, settings):
         changing_steps_repeat(check, settings, last_agrees=False)
         return False
     return _rows_agree(check, settings) and open_calls_repeat(check, settings)

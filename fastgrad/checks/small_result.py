@@ -16,6 +16,9 @@ from fastgrad.verdict.comparison import Findings
 
 Result = TypeVar("Result")
 
+OPEN_SUMS = "decided by the exact engine, because the sketch did not decide"
+"""The note on sums that were left open."""
+
 
 @dataclass(kw_only=True)
 class SmallCheck(Findings):

@@ -48,6 +48,11 @@ EXACT_CALLS = 256
 """Largest number of evaluations and VJPs for which the dense engine decides what the first step size of a sketch leaves
 open. The other step sizes, and entries that are measured separately, would take as many calls."""
 
+MOST_OPEN_CALLS, MOST_OPEN_CALLS_OF_CUSTOM = 200, 65
+"""Largest number of evaluations and VJPs for which all entries of a small check are compared if its sums decided
+nothing; and the same for a custom backward, whose rows only the complete check compares. Sums at other steps take about
+30 evaluations and 35 VJPs, each of them several times as long as in native code."""
+
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
 
@@ -114,6 +119,12 @@ def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
     if isinstance(problem, SmallProblem):
         return dense_seconds(problem, seconds) > costs.small_sketch_seconds + costs.small_sketch_calls * seconds
     return calls > TINY and dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds
+
+
+def compares_open_entries(problem: Problem | SmallProblem, settings: Settings) -> bool:
+    """Whether all entries are compared, not sums at other steps, if the sums of a small check decided nothing."""
+    most = MOST_OPEN_CALLS_OF_CUSTOM if problem.is_custom else MOST_OPEN_CALLS
+    return settings.engine == "auto" and not settings.check_forward_ad and 2 * problem.n + problem.m <= most
 
 
 def is_affordable(problem: Problem) -> bool:

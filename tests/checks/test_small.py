@@ -287,10 +287,37 @@ def test_sums_that_decide_nothing_are_followed_by_all_entries() -> None:
     assert report.passed
     assert report.plan is not None
     assert report.plan.engine == "dense"
-    assert report.notes == ("the sketch did not decide, so the exact engine did",)
+    assert report.notes == ("decided by the exact engine, because the sketch did not decide",)
     assert len(report.pairs) == 1
     assert report.evaluations <= 2 * 12 + 30
     assert report.vjps <= 25
+
+
+class Polygamma(torch.autograd.Function):
+    """polygamma(1, x) with a custom backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.polygamma(1, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * torch.polygamma(2, x)
+
+
+def test_sums_of_a_custom_backward_that_decide_nothing_are_followed_by_few_entries_or_other_sums() -> None:
+    few = torch.linspace(0.02, 0.5, 12, dtype=torch.float64, requires_grad=True)
+    report = fastgrad.check(Polygamma.apply, (few,), fast_mode=True)
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.engine == "dense"
+    assert report.notes == ("decided by the exact engine, because the sketch did not decide",)
+    assert report.evaluations <= 2 * 12 + 20
+    assert report.vjps <= 40
+    many = torch.linspace(0.02, 0.5, 22, dtype=torch.float64, requires_grad=True)
+    assert fastgrad.check(Polygamma.apply, (many,), fast_mode=True).evaluations > 2 * 22 + 20
 
 
 @pytest.mark.parametrize("n", [12, 30])
