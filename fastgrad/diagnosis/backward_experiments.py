@@ -74,7 +74,7 @@ class BackwardExperiments(Experiments):
     def _after_others(self, v: Tensor) -> None:
         before = self._vjp(v)
         away = direction(self._problem.n, self._settings.seed, EVIDENCE_STREAM + 16 * 7).to(self._problem.device)
-        after = self._problem.vjp_of_older_graph(v, self._only, away.mul_(2.0**-4))
+        after = self._problem.vjp_before(v, self._only, away.mul_(2.0**-4))
         self._note(after_others=_deviation(after, before))
 
     def _scaled(self, v: Tensor) -> None:

@@ -181,7 +181,17 @@ class ReverseMode(Evaluation):
                 self.unspecified = modulus(entry.value)
         self.vjps += vjps
 
-    def vjp_of_older_graph(self, cotangents: Tensor, only: Block | None, displacement: Tensor | None = None) -> Tensor:
+    def vjp_of_older_graph(self, cotangents: Tensor, only: Block | None) -> Tensor:
+        """V J as in `vjp`, from the first graph if it is kept and func was called since; otherwise as `vjp_before`."""
+        if self._first is None or self.evaluations == 1:
+            return self.vjp_before(cotangents, only)
+        recorded, self._recorded = self._recorded, self._first
+        try:
+            return self.vjp(cotangents, only=only)
+        finally:
+            self._recorded = recorded
+
+    def vjp_before(self, cotangents: Tensor, only: Block | None, displacement: Tensor | None = None) -> Tensor:
         """V J as in `vjp`, from a graph at x, after one more evaluation of func, at x or at x + displacement."""
         recorded = self._record()
         self.evaluate(True, displacement)

@@ -15,13 +15,20 @@ from fastgrad.core.tensors import differ, largest, near
 from fastgrad.engines.blocks import MOST_AT_ONCE, MOST_CACHED, JacobianBlock
 from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, NON_CONTIGUOUS, SPARSE
 from fastgrad.problem.coordinates import Block, block_with
+from fastgrad.problem.first_look import is_moved
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.linearity import by_inputs, gradients_agree, linearity_cotangents, nondeterministic
+from fastgrad.verdict.linearity import (
+    by_inputs,
+    gradients_agree,
+    linearity_cotangents,
+    nondeterministic,
+    nondeterministic_func,
+)
 
 FIRST_PRODUCT, LAST_PRODUCT = NON_CONTIGUOUS, SPARSE
 """Kinds of the cotangents that are run before and after the rows: one for a product of all rows, one for a product of
@@ -42,8 +49,8 @@ The multiple is small and has the opposite sign, so a limit on the size of grad_
 differently."""
 
 MOST_CALLS = 128
-"""An exact check runs a custom backward at least this often, or as often as torch's checker if that is less. So a
-backward that is wrong from one of these calls on is found."""
+"""An exact check runs a custom backward, and func before the first graph is run again, at least this often, or as often
+as torch's checker if that is less. So a backward that is wrong from one of these calls on is found."""
 
 
 class RepeatedCalls:
@@ -213,11 +220,17 @@ class RepeatedCalls:
         """The failure if a graph gives another gradient after func has been called again.
 
         Later calls of func may overwrite what the first call saved. torch's checker also calls func between the forward
-        and the backward of a graph. If func changes its inputs, no graph is valid after another call.
+        and the backward of a graph, twice per input coordinate. An exact check calls func as often, or MOST_CALLS times
+        if that is less. If func changes its inputs, no graph is valid after another call.
         """
         if self._known is None or self._problem.mutates_inputs:
             return None
         problem, settings = self._problem, self._settings
+        if isinstance(problem, Problem) and not settings.fast_mode:
+            base = problem.base()
+            for _ in range(min(2 * problem.n, MOST_CALLS) - problem.evaluations):
+                if is_moved(problem, settings, problem.evaluate(True, problem.nowhere()), base):
+                    return nondeterministic_func(problem.outputs[0], "at the inputs")
         number, known = self._outputs[0], self._known[:1]
         again = problem.vjp_of_older_graph(self._cotangents(range(1)), None if number < 0 else problem.outputs[number])
         moves = _moves(problem, settings, again, known, self._tolerance(self._known, 0))

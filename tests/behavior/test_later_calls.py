@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +18,15 @@ def leaf(n: int) -> Tensor:
     return torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-def sin_with_one_buffer(spoil: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
-    """sin; the gradient of a forward that is not the last one is changed by spoil."""
-    last: list[object] = [None]
+def sin_with_buffers(spoil: Callable[[Tensor], object], count: int = 1) -> Callable[[Tensor], Tensor]:
+    """sin; spoil changes the gradient of a forward that is not one of the last `count` ones."""
+    last: deque[object] = deque(maxlen=count)
 
     class Sin(torch.autograd.Function):
         @staticmethod
         def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:  # type: ignore[override]
-            ctx.tag = last[0] = object()  # type: ignore[attr-defined]
+            ctx.tag = object()  # type: ignore[attr-defined]
+            last.append(ctx.tag)  # type: ignore[attr-defined]
             ctx.save_for_backward(x)
             return x.sin()
 
@@ -32,7 +34,7 @@ def sin_with_one_buffer(spoil: Callable[[Tensor], object]) -> Callable[[Tensor],
         def backward(ctx: FunctionCtx, g: Tensor) -> Tensor:  # type: ignore[override]
             (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
             gradient = g * x.cos()
-            if ctx.tag is not last[0]:  # type: ignore[attr-defined]
+            if ctx.tag not in last:  # type: ignore[attr-defined]
                 spoil(gradient)
             return gradient
 
@@ -45,13 +47,44 @@ def sin_with_one_buffer(spoil: Callable[[Tensor], object]) -> Callable[[Tensor],
 )
 def test_a_later_forward_overwrites_what_backward_reads(n: int, keywords: dict[str, Any]) -> None:
     def check(spoil: Callable[[Tensor], object]) -> fastgrad.Report:
-        return fastgrad.check(sin_with_one_buffer(spoil), leaf(n), **keywords)
+        return fastgrad.check(sin_with_buffers(spoil), leaf(n), **keywords)
 
     for spoil in (Tensor.zero_, lambda gradient: gradient[-1].zero_()):
         report = check(spoil)
         assert report.failure is not None
         assert report.failure.kind == "nondeterministic"
     assert check(lambda gradient: None).verdict == "passed"
+
+
+@pytest.mark.parametrize(("n", "count"), [(3, 6), (12, 20), (30, 8), (100, 16), (100, 100), (1000, 127)])
+@pytest.mark.parametrize("engine", ["auto", "dense", "compressed"])
+def test_a_graph_whose_buffers_are_used_again_after_many_forwards(n: int, count: int, engine: Any) -> None:
+    report = fastgrad.check(sin_with_buffers(Tensor.zero_, count), leaf(n), engine=engine)
+    assert report.failure is not None
+    assert report.failure.kind in ("nondeterministic", "mismatch")
+    assert fastgrad.check(sin_with_buffers(Tensor.zero_, 10_000), leaf(n), engine=engine).passed
+
+
+def test_func_that_changes_while_it_is_evaluated_at_the_inputs() -> None:
+    calls = 0
+
+    class Drifts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:  # type: ignore[override]
+            nonlocal calls
+            calls += 1
+            ctx.save_for_backward(x)
+            return x.sin() + (0.1 if calls == 100 else 0.0)
+
+        @staticmethod
+        def backward(ctx: FunctionCtx, g: Tensor) -> Tensor:  # type: ignore[override]
+            (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+            return g * x.cos()
+
+    report = fastgrad.check(Drifts.apply, leaf(200))
+    assert report.failure is not None
+    assert report.failure.kind == "nondeterministic func"
+    assert "evaluated again at the inputs" in str(report)
 
 
 class WritesGradOutput(torch.autograd.Function):
