@@ -447,19 +447,24 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
     worst = comparison.worst
     if worst is not None:
         lines += [
-            f"  worst      {entry_name(names, worst)}   analytical {worst.analytical:.6g}   "
+            f"  worst      {entry_name(names, worst)}   analytical {_number(worst.analytical)}   "
             f"numerical {numerical_text(worst)}",
             f"             |difference| {worst.difference:.3g}, allowed {worst.allowed:.2g} "
             f"= atol {own.atol:g} + rtol {own.rtol:g} * |numerical|",
         ]
     found = "" if comparison.exhaustive else " found"
-    # If the worst entry was measured again, its value comes from other steps, and its error may be larger.
-    exceeds = worst is not None and worst.difference > (1 + LEAST_EXCESS) * comparison.largest_absolute
-    at_eps, again = ("at eps: ", " (the worst entry was measured again)") if exceeds else ("", "")
+    at_eps, which = "", ""
+    if worst is not None and not math.isfinite(worst.difference):
+        which = " (where the errors are finite)"
+    elif worst is not None and worst.difference > (1 + LEAST_EXCESS) * comparison.largest_absolute:
+        # The worst entry was measured again, with other steps, so its error may be larger.
+        at_eps, which = "at eps: ", " (the worst entry was measured again)"
+    elif worst is not None and not worst.numerical:
+        which = " (where the numerical entry is not zero)"
     lines += [
         f"  extent     {extent_line(names, comparison)}",
         f"             {at_eps}largest absolute error{found} {comparison.largest_absolute:.3g}, largest relative "
-        f"error{found} {comparison.largest_relative:.3g}{again}",
+        f"error{found} {comparison.largest_relative:.3g}{which}",
     ]
     return lines
 
@@ -471,7 +476,12 @@ def entry_name(names: tuple[str, str], entry: Entry) -> str:
 
 def numerical_text(entry: Entry) -> str:
     """An entry's numerical value, with its error estimate if there is one."""
-    return f"{entry.numerical:.6g}{'' if entry.error is None else f' +- {entry.error:.0e}'}"
+    return f"{_number(entry.numerical)}{'' if entry.error is None else f' +- {entry.error:.0e}'}"
+
+
+def _number(value: complex) -> str:
+    """An entry's value; -0 is written as 0."""
+    return f"{value if isinstance(value, complex) else value + 0.0:.6g}"
 
 
 def extent_line(names: tuple[str, str], comparison: Comparison) -> str:

@@ -321,7 +321,10 @@ class PairComparison:
             self.entries += 1
             self.mismatches += 1
             index = element_index(element, self.input.tensor.shape)
+            value = value if self.input.is_complex else value.real
             entry = Entry(self.output.element_index(row), index, value, 0.0, atol)
+            if math.isfinite(modulus(value)):
+                self.largest_absolute = max(self.largest_absolute, modulus(value))
             self.worst = self.worst or entry
             self.unspecified = True
 
@@ -368,6 +371,7 @@ class PairComparison:
             worst_entries=worst,
             extent=self._extent() if self.failing else None,
             on_pattern=self.on_pattern,
+            exhaustive=not self.unspecified,  # only one entry of each block is kept
         )
 
     def pair(self, part: Part, agrees: bool) -> Pair:

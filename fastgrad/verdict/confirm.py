@@ -22,6 +22,9 @@ from fastgrad.verdict.comparison import MOST_WORST, Findings, PairComparison, sp
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.remeasure import RemeasuredEntry, Suspects, not_finite, worst_remeasured
 
+UNSPECIFIED = "with masked=True, a gradient must be zero at elements that its sparse input does not specify"
+"""The detail of a failure at such an element."""
+
 WORST = 64
 """Entries that are re-measured before all others."""
 
@@ -349,8 +352,8 @@ def mismatch_failure(
         if remeasured is None:
             findings.notes.append(
                 f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
-                f"{pair.input.index} differ at eps={settings.of(pair.input.index).eps:g} and agree once re-measured "
-                "over other steps"
+                f"{pair.input.index} differ at eps={settings.of(pair.input.index).eps:g} and agree when measured "
+                "again with other steps"
             )
             findings.add_pair(pair.pair(part, agrees=True))
             return None
@@ -364,7 +367,7 @@ def mismatch_failure(
         part=part,
         mode=pair.mode,
         comparison=comparison,
-        detail=remeasured.detail if remeasured else "",
+        detail=remeasured.detail if remeasured else UNSPECIFIED if pair.unspecified else "",
         trouble=remeasured.trouble if remeasured else None,
         convergence=remeasured.convergence if remeasured else (),
     )
