@@ -12,6 +12,7 @@ from torch import Tensor
 from fastgrad.core.precision import LOWER
 from fastgrad.diagnosis.locations import place_causes
 from fastgrad.diagnosis.rearrangements import shared_by, structure_causes
+from fastgrad.problem.validation import DISABLED
 from fastgrad.report.evidence import Cause, CauseName, Evidence, Sample
 from fastgrad.report.failure import Comparison, Entry, Failure, modulus
 from fastgrad.report.messages import names_of
@@ -47,7 +48,7 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
     evidence = report.evidence or Evidence()
     own = report.settings.of(failure.input or 0)
     found = [
-        *_of_kind(failure),
+        *_of_kind(failure, report.notes),
         *_of_func(failure, evidence, report.settings),
         *_of_backward(failure, evidence, report.settings),
     ]
@@ -96,11 +97,14 @@ def _without_contradictions(causes: list[Cause]) -> Iterator[Cause]:
 # Kinds of failure that are evidence themselves.
 
 
-def _of_kind(failure: Failure) -> Iterator[Cause]:
+def _of_kind(failure: Failure, notes: Sequence[str]) -> Iterator[Cause]:
     if failure.kind == "nonzero numerical gradient":
+        detached = (
+            "func detaches its result from its inputs, for example by detach(), .data, .item(), .numpy() or no_grad()"
+        )
         yield Cause(
             "zero gradient",
-            "func detaches its result from its inputs, for example by detach(), .data, .item(), .numpy() or no_grad()",
+            next((note for note in notes if note.startswith(DISABLED)), detached),
             f"a numerical derivative of {failure.detail}, although no output requires grad",
             0.9,
         )
@@ -567,8 +571,8 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
         else:
             yield Cause(
                 "complex factor",
-                f"the analytical gradient is {k:.4g} x the numerical one wherever it is wrong: the factor "
-                f"{1 / k:.4g} is missing",
+                f"the analytical gradient is {_complex_text(k)} x the numerical one wherever it is wrong: the factor "
+                f"{_complex_text(1 / k)} is missing",
                 f"residual {residual:.0e}",
                 0.89,
             )
@@ -578,7 +582,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
         yield Cause(
             "missing conjugate" if plain else "complex factor",
             "the analytical gradient is the complex conjugate of the right one"
-            + (": a conj() is missing" if plain else f", multiplied by {c:.4g}"),
+            + (": a conj() is missing" if plain else f", multiplied by {_complex_text(c)}"),
             f"residual {conjugate_residual:.0e}",
             0.95 if plain else 0.85,
         )
@@ -589,10 +593,17 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
                 yield Cause(
                     "complex factor",
                     f"the analytical gradient is the {part} part of the right one"
-                    + ("" if abs(scale - 1) <= EXACT else f", times {scale:.4g}"),
+                    + ("" if abs(scale - 1) <= EXACT else f", times {_complex_text(scale)}"),
                     f"residual {part_residual:.0e}",
                     0.9,
                 )
+
+
+def _complex_text(k: complex) -> str:
+    """A complex factor without a part that is only rounding."""
+    if abs(k.imag) <= EXACT * abs(k):
+        return f"{k.real:.4g}"
+    return f"{k.imag:.4g}j" if abs(k.real) <= EXACT * abs(k) else f"{k:.4g}"
 
 
 def _fit(a: Tensor, n: Tensor) -> tuple[complex, float]:

@@ -25,6 +25,10 @@ _SUPPORTED = frozenset(
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
+DISABLED = "gradients are disabled here"
+"""How the text of `disabled_gradients` begins."""
+
+
 def is_integer(value: Any) -> bool:
     """Whether an argument is an integer; True and False do not count as integers."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -70,7 +74,7 @@ def disabled_gradients() -> str | None:
         return None
     inference = torch.is_inference_mode_enabled()
     mode = "torch.inference_mode" if inference else "torch.no_grad or torch.set_grad_enabled(False)"
-    return f"gradients are disabled here by {mode}"
+    return f"{DISABLED} by {mode}"
 
 
 def is_differentiable(value: Any) -> bool:
@@ -93,14 +97,17 @@ def differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn_
         if warn_of_precision and value.dtype not in (torch.float64, torch.complex128):
             warn(
                 f"{names[i] if names else f'Input #{i}'} requires gradient and is not a double precision floating "
-                f"point or complex tensor. Its dtype is {value.dtype}, whose rounding is larger than differences with "
-                "a small eps, so the check will likely fail."
+                f"point or complex tensor. Its dtype is {value.dtype}, and rounding to it may be larger than the "
+                "change of func over a step of eps, so the check will likely fail."
             )
         _check_values(value, names[i] if names else f"input {i}", names[i] if names else f"The {i}th input")
     if not positions:
+        count = len(inputs)
+        few = "there are no inputs" if not count else "the only input is not a tensor with requires_grad=True"
         raise ValueError(
-            "gradcheck expects at least one input tensor to require gradient, but none of the "
-            f"{len(inputs)} inputs is a tensor with requires_grad=True."
+            "gradcheck expects at least one input tensor to require gradient, but "
+            + (few if count < 2 else f"none of the {count} inputs is a tensor with requires_grad=True")
+            + "."
         )
     _check_memory(inputs, positions, names)
     return positions
@@ -144,8 +151,8 @@ def _check_memory(inputs: tuple[Any, ...], positions: list[int], names: tuple[st
             if values is not None and others is not None and overlap(values, others):
                 pair = f"{names[j]} and {names[i]}" if names else f"Inputs {j} and {i}"
                 raise RuntimeError(
-                    f"{pair} are different tensors that overlap in memory: perturbing one would change the other "
-                    "without autograd's knowledge; pass the same tensor twice, or copies."
+                    f"{pair} are different tensors that overlap in memory: perturbing one also changes the other, "
+                    "but autograd treats them as independent; pass the same tensor twice, or copies."
                 )
 
 
