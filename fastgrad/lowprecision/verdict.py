@@ -38,6 +38,9 @@ _LAYOUT_NAMES = {
     Layout.EXPANDED: "is expanded, with stride 0",
 }
 
+MOST_TIMES = 1e6
+"""A ratio of a difference to its rounding is printed if it is smaller."""
+
 SAME_FACTOR = 0.05
 """Largest relative residual with which a common factor of wrong entries is named."""
 
@@ -159,9 +162,17 @@ def _forwards_differ(comparison: Comparison, coordinate: int, ratio: float, outc
     block = block_with(problem.outputs, coordinate)
     place = f"result {block.position}{list(block.index_at(coordinate))}"
     found, expected = float(problem.base()[coordinate]), float(products.values[coordinate])
+    both = f"{place} is {found:.6g} in func and {expected:.6g} in the reference"
+    if not math.isfinite(found) and math.isfinite(expected):
+        outcome.note(
+            undecided=f"an output of func is not finite, but that of the reference is: {both}",
+            remedy="make the inputs smaller, or compute intermediate results in a wider dtype; if the "
+            "kernel computes another function, pass that function as reference=",
+        )
+        return
+    times = f"; this difference is {ratio:.2g} times what rounding explains" if ratio < MOST_TIMES else ""
     outcome.note(
-        undecided=f"func and the reference are different functions: {place} is {found:.6g}, but {expected:.6g} by "
-        f"the reference ({ratio:.2g} times what rounding explains)",
+        undecided=f"func and the reference are different functions: {both}{times}",
         remedy="pass the function that the kernel computes as reference=; if it is this function, look for an error "
         "in the forward",
     )
@@ -265,7 +276,7 @@ def _special_grad_output(comparison: Comparison, wrong: Tensor, outcome: Outcome
             outcome.causes = (Cause("layout of grad_output", detail, "two VJPs", 0.95),)
             return True
     if some == {SCALED}:
-        detail = f"for {FACTOR:g} times a grad_output its gradient is not {FACTOR:g} times as large"
+        detail = f"for a grad_output {FACTOR:g} times as large, the gradient is not {FACTOR:g} times as large"
         outcome.failure = Failure("nonlinear", detail=detail)
         return True
     return False
