@@ -242,7 +242,7 @@ def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
         if bool(difference <= allowed) and moved > 1 and bool(spread > 10 * allowed):
             yield Cause(
                 "permuted",
-                f"{what} has the right values at wrong positions: an index instead of its inverse, or the reverse",
+                f"{what} has the right values at wrong positions: an index instead of its inverse, or vice versa",
                 f"sorted, the entries agree to {float(difference):.0e}; {moved} of {count} entries moved",
                 0.91,
             )
@@ -285,7 +285,7 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     if (everywhere and flat.a.shape[1] > 1) or (misplaced and bool((flat.wrong & (flat.n == 0)).any())):
         yield Cause(
             "missing reduction",
-            "the gradient of the input, each element of which affects several outputs, is summed over "
+            "each element of the input affects several outputs, but its gradient is summed over "
             + ("all of grad_output" if everywhere else "the wrong dimension of grad_output"),
             f"explains all {int(flat.wrong.sum())} wrong entries",
             0.95,

@@ -164,6 +164,7 @@ def nonlinear_sum(
     at: the coordinate of this component among those of all inputs; in forward mode, of all outputs.
     """
     what = "gradient of input" if mode == "reverse" else "tangent of output"
+    own, total = own + 0.0, total + 0.0  # -0 is written as 0
     detail = f"{when}, the {what} {block.index} at {list(block.index_at(at))} is {own:.6g}, but {addends} add up to "
     detail += f"{total:.6g}" if allowed is None else f"{total:.6g} (allowed difference {allowed:.2g})"
     return Failure.at("nonlinear", *((None, block) if mode == "reverse" else (block, None)), mode=mode, detail=detail)
@@ -477,7 +478,7 @@ class LinearityTest:
         if self._kinds[which].layout != Layout.CONTIGUOUS:
             contiguous = self._problem.vjp(self.cotangents[which : which + 1])
             if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
-                text += ", although not for a contiguous copy"
+                text += " (but not for a contiguous copy)"
         numbers = (values[which, coordinate].item() for values in (gradients, self._sums, allowed))
         return nonlinear_sum("reverse", block, coordinate, f"for {text}", "the rows of the Jacobian", *numbers)
 

@@ -312,7 +312,7 @@ def _trouble(
         for row in _rows_of(suspects, worst):
             if column.is_kink(row, own.atol, own.rtol) and not _is_steep(column, row):
                 sides = f"{column.left[row].item():.6g} (left) and {column.right[row].item():.6g} (right)"
-                return f"a kink: the one-sided derivatives are {sides}", "kink"
+                return f"func has a kink at the inputs: the one-sided derivatives are {sides}", "kink"
     at_eps = suspects.numerical[worst].abs().item()
     rows = slice(worst * width, (worst + 1) * width)
     if not any(bool(column.values[rows].any()) for column in columns) and at_eps > own.atol:

@@ -225,7 +225,11 @@ class StraightThrough(torch.autograd.Function):
     ("func", "x", "words"),
     [
         (StraightThrough.apply, leaf(0.3, 0.6), r"analytical 1   numerical 0 \+-"),
-        (torch.relu, leaf(0.0, 1.0), r"a kink: the one-sided derivatives are 0 \(left\) and 1 \(right\)"),
+        (
+            torch.relu,
+            leaf(0.0, 1.0),
+            r"func has a kink at the inputs: the one-sided derivatives are 0 \(left\) and 1 \(right\)",
+        ),
         (lambda v: v.float().sin().double(), leaf(0.7, 0.1), "computes in float32"),
         (
             lambda v: v.float().double(),
@@ -274,4 +278,4 @@ def test_the_report_says_what_was_re_measured() -> None:
     report = check(torch.sqrt, (leaf(1e-6, 1.0),), Settings())
     assert report.passed
     assert "1 of 4 entries" in report.notes[0]
-    assert "agree once re-measured" in report.notes[0]
+    assert "agree when measured again" in report.notes[0]

@@ -240,7 +240,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     ),
     "rolled": ("probably grad_output is shifted by -2 along dimension 1",),
     "permuted": (
-        "probably grad_output has the right values at wrong positions: an index instead of its inverse, or the reverse",
+        "probably grad_output has the right values at wrong positions: an index instead of its inverse, or vice versa",
     ),
     "missing reduction": (
         "probably each element of the input affects 15 outputs, and the gradient of the input is 0.3333 x the right "
@@ -335,7 +335,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "probably func is discontinuous at the inputs: its value changes by 1e-06 from one side to the other, however "
         "small the step is",
     ),
-    "kink": ("probably a kink: the one-sided derivatives are 0 (left) and 2 (right)",),
+    "kink": ("probably func has a kink at the inputs: the one-sided derivatives are 0 (left) and 2 (right)",),
     "low precision": (
         "probably func computes in float32 and returns double precision: all values of the output are exactly "
         "representable in float32",
