@@ -157,14 +157,16 @@ class LossErrorExperiments:
         moving = [i for i in missing[:MOST_PARAMETERS] if self.whole.moves([i])] if self.whole.moves(missing) else []
         still = [self.step.names[i] for i in missing if i not in moving]
         if still:
-            self.remarks.append(f"{_listed(still)} gets no gradient, and the loss does not depend on it")
+            self.remarks.append(
+                f"{_listed(still)} {_get(still)} no gradient, and the loss does not depend on {_it(still)}"
+            )
         if not moving:
             return
         if not self.whole.repeats():
             names = tuple(self.step.names[i] for i in moving)
             self.remarks.append(
-                f"{_listed(names)} gets no gradient; whether the loss depends on it is not known, because two "
-                "calls of the model from the same state give different losses"
+                f"{_listed(names)} {_get(names)} no gradient; whether the loss depends on {_it(names)} is not known, "
+                "because two calls of the model from the same state give different losses"
             )
             return
         recorder, _ = self._record()
@@ -176,7 +178,7 @@ class LossErrorExperiments:
         detached = [cut for cut in _unintended(recorder) if set(recorder.parameters_of(cut.parameters)) & set(moving)]
         alone = [cut for cut in detached[:MOST_CUTS] if self._stills([cut], moving)]
         ends = alone or (detached if detached and self._stills(detached, moving) else [])
-        text = f"{_listed(names)} gets no gradient, but the loss depends on it"
+        text = f"{_listed(names)} {_get(names)} no gradient, but the loss depends on {_it(names)}"
         if ends:
             text += f": the path ends in {ends[0].name}{at(ends[0].site)}"
         self.findings.append(Finding("detached", text, _sites(ends), "", names, 1.0))
@@ -327,6 +329,14 @@ def watched(step: Step, recorder: Recorder) -> Iterator[None]:
 
 def _unintended(recorder: Recorder) -> list[DetachedPath]:
     return [cut for cut in recorder.detached if not cut.is_intended]
+
+
+def _get(names: Sequence[str]) -> str:
+    return "gets" if len(names) == 1 else "get"
+
+
+def _it(names: Sequence[str]) -> str:
+    return "it" if len(names) == 1 else "them"
 
 
 def _listed(names: Sequence[str]) -> str:

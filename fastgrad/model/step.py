@@ -133,8 +133,8 @@ class Step:
             what = type(loss).__name__
             if isinstance(loss, Tensor):
                 what = f"a tensor of dtype {loss.dtype} and shape {tuple(loss.shape)}"
-            which = "model must return a loss, or pass loss=" if self._loss is None else "loss must return a number"
-            raise TypeError(f"{which}: a real tensor of one element is needed, got {what}.")
+            which = "without loss=, model must return" if self._loss is None else "loss must return"
+            raise TypeError(f"{which} a real tensor of one element, got {what}.")
         return loss
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:

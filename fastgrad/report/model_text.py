@@ -17,7 +17,7 @@ def headline(report: ModelReportData) -> str:
     if report.findings:
         first = report.findings[0]
         name = first.operator if first.kind == "operation" else first.kind
-        return f"check_model failed: {name}{place(first.sites[0]) if first.sites else ''}"
+        return f"check_model failed: {name}{f' in{place(first.sites[0])}' if first.sites else ''}"
     count = len(report.operations)
     verdict = "passed" if report.verdict == "passed" else "undecided"
     return f"check_model {verdict}: {count} distinct operation{'' if count == 1 else 's'}, no error found"

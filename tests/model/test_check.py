@@ -325,7 +325,7 @@ def test_a_function_that_a_module_of_torch_calls_is_not_by_design(activation: Re
 def test_the_report_as_text_data_and_page() -> None:
     report = checked(WRONG["perceptron: missing factor"])
     text, found = str(report), json.loads(report.to_json())
-    assert text.startswith("check_model failed: Planted slot, planted/networks.py:")
+    assert text.startswith("check_model failed: Planted in slot, planted/networks.py:")
     assert found["verdict"] == "failed"
     assert found["findings"][0]["sites"][0]["module"] == "slot"
     assert "<h2>Operations by cost</h2>" in report.to_html()
@@ -342,9 +342,9 @@ def test_the_report_as_text_data_and_page() -> None:
         (
             {"loss": None},
             TypeError,
-            r"of one element is needed, got .* torch.float\d+ and shape \(8, 4\)",
+            r"real tensor of one element, got .* torch.float\d+ and shape \(8, 4\)",
         ),
-        ({"loss": lambda y: y.sum() * 1j}, TypeError, r"tensor of one element is needed, got .* torch\.complex"),
+        ({"loss": lambda y: y.sum() * 1j}, TypeError, r"real tensor of one element, got .* torch\.complex"),
         ({"model": torch.jit.trace(nn.Linear(4, 4), torch.randn(8, 4))}, TypeError, "model is a TorchScript module"),
         ({"kwargs": 3}, TypeError, "kwargs must be a mapping"),
         ({"memory_limit": -1}, ValueError, "memory_limit must be at least zero, got -1"),
