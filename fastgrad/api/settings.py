@@ -86,7 +86,7 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
     if engine == "sketch" and not keywords["fast_mode"]:
         raise ValueError("engine='sketch' compares sums of entries, not every entry: it needs fast_mode=True.")
     if confidence is not None and not isinstance(confidence, Real):
-        raise TypeError(f"confidence must be a number, got {confidence!r}.")
+        raise TypeError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
     if confidence is not None and not 0 < float(confidence) < 1:
         raise ValueError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
     if seed is not None:

@@ -209,10 +209,13 @@ def _space(name: str, tensor: Tensor, placement: Any, gradient: Any) -> Space:
     """The placements of a tensor and its gradient, after validation."""
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.ndim != 1:
-            raise NotImplementedError(f"{name} is a DTensor of a mesh with {tensor.device_mesh.ndim} dimensions.")
+            raise NotImplementedError(
+                f"only meshes of one dimension are supported: {name} is a DTensor of a mesh with "
+                f"{tensor.device_mesh.ndim} dimensions."
+            )
         placement = tensor.placements[0] if placement is None else placement
         if placement != tensor.placements[0] or gradient not in (None, dual(placement)):
-            raise ValueError(f"{name} is a DTensor with the placement {tensor.placements[0]}: do not pass another one.")
+            raise ValueError(f"{name} is a DTensor with the placement {tensor.placements[0]}: pass no other placement.")
     return Space(_placement(name, placement), _placement(name, dual(placement) if gradient is None else gradient))
 
 

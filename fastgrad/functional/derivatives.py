@@ -125,7 +125,7 @@ def jacobian(
     NotImplementedError
         Forward mode with create_graph, or without vectorize.
     ValueError
-        Keywords that exclude each other: numerical=True with create_graph or strict, sparse=True with
+        Keywords that cannot be combined: numerical=True with create_graph or strict, sparse=True with
         create_graph, return_error without numerical.
 
     Notes
@@ -242,15 +242,15 @@ def _zeros_for_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) 
 
 
 def _check_options(name: str, options: _Options, strategy: str, numerical: bool, return_error: bool) -> bool:
-    """Whether forward mode is requested; raises if keywords exclude each other."""
+    """Whether forward mode is requested; raises if keywords cannot be combined."""
     if strategy not in ("forward-mode", "reverse-mode"):
         raise AssertionError(f'Expected strategy to be either "forward-mode" or "reverse-mode", got {strategy!r}.')
     if options.sparse not in (True, False, "auto"):
         raise ValueError(f"sparse must be True, False or 'auto', got {options.sparse!r}.")
     if options.sparse is True and options.create_graph:
         raise ValueError(
-            "sparse=True and create_graph=True exclude each other: entries that are zero here, and not stored, may "
-            "have derivatives."
+            "sparse=True and create_graph=True cannot be combined: entries that are zero are not stored, but "
+            "their derivatives may not be zero."
         )
     check_product_options(options.create_graph, options.strict, numerical, return_error)
     forward = strategy == "forward-mode"

@@ -210,6 +210,6 @@ def check_product_options(create_graph: bool, strict: bool, numerical: bool, ret
         raise ValueError("return_error=True needs numerical=True: autograd gives no error estimate.")
     if numerical and (create_graph or strict):
         raise ValueError(
-            f"numerical=True and {'create_graph' if create_graph else 'strict'}=True exclude each other: differences "
+            f"numerical=True and {'create_graph' if create_graph else 'strict'}=True cannot be combined: differences "
             "record no graph."
         )

@@ -179,8 +179,8 @@ def _refuse_outputs(outputs: int, grad_outputs: int) -> None:
         because = f": {disabled}" if disabled else ""
         raise ValueError(f"gradgradcheck needs a func with an output that requires grad, but this has none{because}.")
     raise ValueError(
-        f"gradgradcheck needs one grad_output for each output that requires grad: func returned "
-        f"{outputs} such outputs, and grad_outputs has {grad_outputs}."
+        f"gradgradcheck needs one grad_output for each output that requires grad: expected "
+        f"{outputs}, got {grad_outputs}."
     )
 
 

@@ -276,9 +276,9 @@ def test_errors_are_torchs(words: str, name: str, arguments: tuple[Any, ...], ke
     ("keywords", "words"),
     [
         ({"sparse": "yes"}, "sparse must be True, False or 'auto', got 'yes'"),
-        ({"sparse": True, "create_graph": True}, "sparse=True and create_graph=True exclude each other"),
-        ({"numerical": True, "create_graph": True}, "numerical=True and create_graph=True exclude each other"),
-        ({"numerical": True, "strict": True}, "numerical=True and strict=True exclude each other"),
+        ({"sparse": True, "create_graph": True}, "sparse=True and create_graph=True cannot be combined"),
+        ({"numerical": True, "create_graph": True}, "numerical=True and create_graph=True cannot be combined"),
+        ({"numerical": True, "strict": True}, "numerical=True and strict=True cannot be combined"),
         ({"return_error": True}, "return_error=True needs numerical=True"),
     ],
 )
