@@ -27,17 +27,18 @@ OPTIONAL = {
 
 def diagnosis() -> dict[str, Any]:
     """The diagnosis as plain data: versions, devices, self-tests and missing components."""
+    threads = torch.get_num_threads()
     devices = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     return {
         "fastgrad": __version__,
-        "location": str(Path(__file__).parent),
+        "location": str(Path(__file__).parents[1]),
         "path": "native" if native.IS_NATIVE else "plain Python: the same verdicts, slower",
-        "built against": f"torch {native.BUILT_AGAINST}, CUDA {native.CUDA or 'no'}" if native.IS_NATIVE else "nothing",
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'no'}",
+        "built against": f"torch {native.BUILT_AGAINST}, {_cuda(native.CUDA)}" if native.IS_NATIVE else "nothing",
+        "torch": f"{torch.__version__}, {_cuda(torch.version.cuda)}",
         "python": f"{platform.python_version()} ({sys.executable})",
         "numpy": _version("numpy"),
         "platform": platform.platform(),
-        "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {threads} thread{'' if threads == 1 else 's'}"
         f"{'' if _has_openmp() else ', torch without OpenMP'}",
         "devices": {device: _device_name(device) for device in devices},
         "self-test": [row for device in devices for row in _self_test(device)],
@@ -84,6 +85,10 @@ def _self_test(device: str) -> list[dict[str, Any]]:
                 {"device": device, "engine": engine, "operator": name, "verdict": verdict, "right": verdict == expected}
             )
     return rows
+
+
+def _cuda(version: str | None) -> str:
+    return f"CUDA {version}" if version else "no CUDA"
 
 
 def _device_name(device: str) -> str:
