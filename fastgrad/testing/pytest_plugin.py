@@ -117,7 +117,8 @@ class Summary:
         if not self.seconds or not self.torch_seconds:
             return ""
         ratio = self.torch_seconds / self.seconds
-        return f" ({ratio:.2g}x faster)" if ratio >= 1 else f" ({1 / ratio:.2g}x slower)"
+        slower, factor = ("torch", ratio) if ratio >= 1 else ("fastgrad", 1 / ratio)
+        return f" ({slower} takes {factor:{'.2g' if factor < 99 else '.0f'}} times as long)"
 
     def _keep_slowest(self, rows: list[list[Any]]) -> None:
         self.slowest = sorted(self.slowest + rows, key=lambda row: -float(row[0]))[:SLOWEST]

@@ -34,7 +34,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Torch's time over fastgrad's."""
+        """Torch's time divided by fastgrad's."""
         return self.torch_seconds / self.seconds
 
     @property
@@ -92,16 +92,16 @@ def printed(measured: Iterable[Row]) -> list[Row]:
             flush=True,
         )
     for mode, mean in means(done).items():
-        print(f"torch's time over fastgrad's in {mode} mode: {mean:.2g} (geometric mean)")
+        print(f"torch's time divided by fastgrad's in {mode} mode: {mean:.2g} (geometric mean)")
     print(
-        "torch's fast mode compares one number per pair of input and output, fastgrad's fast mode finds single "
+        "torch's fast mode compares one number per pair of input and output; fastgrad's fast mode finds single "
         "wrong entries"
     )
     return done
 
 
 def means(measured: Sequence[Row]) -> dict[str, float]:
-    """The geometric means of torch's time over fastgrad's, by mode."""
+    """The geometric means of torch's time divided by fastgrad's, by mode."""
     by_mode = {mode: [row.ratio for row in measured if row.fast_mode is (mode == "fast")] for mode in ("slow", "fast")}
     return {mode: statistics.geometric_mean(ratios) for mode, ratios in by_mode.items()}
 

@@ -166,7 +166,7 @@ def test_compare_fails_where_the_verdicts_differ_whatever_the_test_makes_of_it(s
     result.stdout.fnmatch_lines(
         [
             "4 checks (4 gradcheck): 4 failed",
-            "fastgrad *s, torch *s (*x *er)",
+            "fastgrad *s, torch *s (* takes * times as long)",
             "verdicts that differ: 3",
             "  test_suite.py::test_expected",
             "  test_suite.py::test_planted",
@@ -249,7 +249,7 @@ def test_workers_of_xdist_hand_over_what_they_counted(suite: pytest.Pytester) ->
     result.stdout.fnmatch_lines(
         [
             "14 checks (8 gradcheck, 6 gradgradcheck): 12 passed, 2 failed",
-            "fastgrad *s, torch *s (*x *er)",
+            "fastgrad *s, torch *s (* takes * times as long)",
             "verdicts that differ: 1",
             "  test_suite.py::test_planted",
             "reports of 2 failing checks: *reports",

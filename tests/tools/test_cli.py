@@ -430,7 +430,7 @@ def test_bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     code, out, _ = run(capsys, "bench", "--seconds", "0.5")
     assert code == 0
     assert sum(line.count("passed") == 2 and line.endswith("x") for line in out.splitlines()) == 4
-    assert "torch's time over fastgrad's in slow mode: " in out
+    assert "torch's time divided by fastgrad's in slow mode: " in out
     wrong = (few[0][0], doctor.ForgottenFactor.apply, few[0][2])
     monkeypatch.setattr(bench, "_operators", lambda device: [wrong])
     code, out, _ = run(capsys, "bench", "--seconds", "0.1", "--json")
