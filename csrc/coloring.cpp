@@ -121,7 +121,7 @@ int64_t first_fit(const Pattern& pattern, std::vector<int64_t> waiting, int64_t*
   return count;
 }
 
-// The neighbors that a vertex has of one color.
+// The neighbors of a vertex that have one color.
 struct Leaves {
   int64_t color;
   int64_t count;

@@ -67,7 +67,7 @@ class Graph {
  public:
   Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
 
-  // Refuses numbers of outputs that do not exist.
+  // `of` raises if there is no output of this number.
   GraphRunner& all() { return get(-1); }
   GraphRunner& of(int64_t output);
 

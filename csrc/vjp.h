@@ -97,7 +97,7 @@ GradientsMatch vjp_groups(
     Graph& graph, int64_t output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand);
 
-// By how much two tensors of one shape, float64, differ at most; infinite where either holds a NaN and they differ.
+// The largest difference of two float64 tensors of one shape; infinite where either holds a NaN and they differ.
 double largest_difference(const at::Tensor& left, const at::Tensor& right);
 
 }  // namespace fastgrad

@@ -37,7 +37,7 @@ struct ComparisonStatistics {
 constexpr int64_t comparison_fields = 10;
 static_assert(sizeof(ComparisonStatistics) == comparison_fields * sizeof(double), "fields are doubles only");
 
-// Whether error / size may be larger than `largest`: the division, slow on every processor, is left for few entries.
+// Whether error / size may be larger than `largest`: with this test, few entries need the slow division.
 FASTGRAD_HOST_DEVICE bool may_exceed(double error, double largest, double size) {
   constexpr double below = 1.0 - 0x1p-50;  // more than the rounding of the product and the quotient
   return !(error < largest * size * below);

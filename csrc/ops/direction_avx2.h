@@ -18,7 +18,8 @@ FASTGRAD_AVX2 __m256i in_all_lanes(uint64_t value) { return _mm256_set1_epi64x(s
 
 // A component from each of four words, in the low halves of lanes.
 FASTGRAD_AVX2 __m256d components_of(__m256i words, bool halved) {
-  // 2^52 + bits 2 to 31, as the bits of a double; less 2^52 - 2^29, and scaled, it is the magnitude.
+  // Bits 2 to 31 become the last bits of the double 2^52. Subtracting 2^52 - 2^29 and scaling by 2^-30 gives the
+  // magnitude, from 0.5 to 1.5.
   const __m256i fraction = _mm256_and_si256(_mm256_srli_epi64(words, 2), in_all_lanes(0x3FFFFFFFu));
   const __m256d wide = _mm256_castsi256_pd(_mm256_or_si256(fraction, in_all_lanes(0x4330000000000000u)));
   const __m256d shifted = _mm256_sub_pd(wide, _mm256_set1_pd(0x1p52 - 0x1p29));

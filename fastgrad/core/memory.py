@@ -116,9 +116,9 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def raises_memory_error(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorates what allocates: the CPU allocator's RuntimeError becomes a MemoryError.
+    """Decorates a function that allocates memory: a RuntimeError of the CPU allocator becomes a MemoryError.
 
-    Otherwise it would look like an error of func or of backward, which may concern a gradient.
+    A RuntimeError would look like an error of func or of backward, which may concern a gradient.
     """
 
     @functools.wraps(func)

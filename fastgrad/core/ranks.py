@@ -52,7 +52,7 @@ class RankError(RuntimeError):
 
 
 def without_the_store_a_rank_error(method: Callable[P, T]) -> Callable[P, T]:
-    """Makes a network error of the store a `RankError`: it may be in the process of rank 0, which may have exited."""
+    """Turns a network error of the store into a `RankError`: rank 0, which may hold the store, may have exited."""
 
     @wraps(method)
     def using(*arguments: P.args, **keywords: P.kwargs) -> T:

@@ -88,7 +88,7 @@ def unconjugated(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def quiet_vmap() -> Iterator[None]:
-    """A context without vmap's warnings about operators that it runs in a loop: slow is not wrong."""
+    """A context without vmap's warnings about operators that it runs in a loop, which only makes them slow."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield

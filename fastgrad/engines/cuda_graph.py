@@ -208,7 +208,7 @@ def analytical_rows(
 
 
 def _may_use_cuda(thread: threading.Thread) -> bool:
-    """Whether a thread, other than the current one, may do what a capture for all threads forbids."""
+    """Whether a thread other than the current one may make calls that a capture for all threads forbids."""
     # Autograd's own threads, which run Python at times, are known as dummy threads. They wait for this thread.
     if thread is threading.current_thread() or isinstance(thread, threading._DummyThread):
         return False

@@ -67,7 +67,7 @@ def speedup(
     single: Callable[[int, int], Tensor],
     several: Callable[[int, int], Tensor],
 ) -> float:
-    """How many times as fast as single calls batches or replays are, measured on `count` columns or rows.
+    """The speedup of batches or replays over single calls, measured on `count` columns or rows.
 
     Parameters
     ----------

@@ -136,7 +136,7 @@ def entries_by_structure(
                 if _is_certified(rows, pattern, values):
                     i, j = (torch.from_numpy(side).to(rows.device) for side in (pattern.rows(), pattern.columns))
                     return Entries(i, j, values, rows.m, rows.n)
-    except Exception as error:  # seeds of one row each may not raise
+    except Exception as error:  # products for one row at a time may not raise
         raise_unless_of_func(error)
         return None
     return None

@@ -251,7 +251,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     # Operations.
 
     def _apply(self, function: type, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs a custom Function, and keeps it."""
+        """Runs a custom Function, and keeps the call."""
         module = function.__module__
         is_own = module == _OF_CUSTOM_OPERATOR or not module.startswith("torch.")
         name = function.__name__.removeprefix("GeneratedBackwardFor_").removesuffix("_default")

@@ -1,4 +1,4 @@
-"""The backward of a small problem, for repeated VJPs: its blocks, and its counted calls."""
+"""The backward of a small problem, for the tests that repeat VJPs: the blocks, and VJPs that are counted."""
 
 from __future__ import annotations
 

@@ -218,7 +218,9 @@ def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], react
 
 
 def guess_band(respond: Callable[[Mask], Mask], m: int, n: int, is_symmetric: bool) -> Pattern | None:
-    """The offsets from the diagonal that one product with rows far apart shows, for all rows: a chain, a stencil.
+    """The pattern of a band matrix, for example of a stencil: one product with rows far apart shows the offsets.
+
+    An offset is the distance of a column from the diagonal; all rows are assumed to have the same offsets.
 
     respond: maps a selection of rows, shape (m,), to the columns that react.
     """

@@ -41,7 +41,7 @@ class ForgottenFactor(SquaredReLU):
 
 
 def operators() -> list[tuple[str, Callable[..., Any], tuple[Tensor, ...]]]:
-    """The names of the demo's operators, with their functions and inputs, from their own random generator."""
+    """The names of the demo's operators, with their functions and inputs; a separate generator draws the inputs."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -218,7 +218,7 @@ def _random(
         if limits is not None:
             raise SpecError(f"a bool tensor has no range, in {whole!r}")
         return torch.randint(2, shape, generator=generator).bool()
-    # Drawn in double precision, so that a seed means the same values in every dtype.
+    # Drawn in double precision, so that a seed gives the same values in every dtype, up to rounding.
     wide = torch.complex128 if dtype.is_complex else torch.float64
     if limits is None:
         if not (dtype.is_floating_point or dtype.is_complex):

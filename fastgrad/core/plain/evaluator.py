@@ -233,7 +233,7 @@ class Evaluator:
         try:
             yield
         finally:
-            with contextlib.suppress(Exception):  # the memory was taken away: the last restore() reports it
+            with contextlib.suppress(Exception):  # the memory was freed or replaced: the last restore() reports it
                 restore(*args)
 
     def _put_back(self, move: Callable[[int], None]) -> None:
