@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fastgrad
+from fastgrad.lowprecision import probes
 from fastgrad.lowprecision.rounding import unit_roundoff
 from tests.planted.kernels import GENERAL, KERNELS
 
@@ -418,3 +419,306 @@ def test_grad_dtypes_repeats_and_reports() -> None:
     assert "passed" in right.to_html()
     assert right.precision is not None
     assert right.precision.rounded_once
+
+
+@pytest.mark.parametrize(
+    ("make", "keywords", "why"),
+    [
+        (lambda x: x.detach().to_sparse().requires_grad_(), {"masked": True}, "sparse and MKLDNN inputs are checked"),
+        (lambda x: x, {"check_forward_ad": True}, "forward mode is checked"),
+    ],
+)
+def test_what_is_checked_with_tolerances_only(make: Any, keywords: dict[str, Any], why: str) -> None:
+    x = make(torch.eye(3, dtype=torch.float32).requires_grad_())
+
+    def func(x: Tensor) -> Tensor:
+        return 2 * x.to_dense()
+
+    report = fastgrad.check(func, x, eps=2.0**-6, atol=1e-3, **keywords)
+    assert report.verdict == "passed", str(report)
+    with pytest.raises(NotImplementedError, match=f"reference= cannot be used here: {why} with tolerances only"):
+        fastgrad.check(func, x, reference=func, **keywords)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = fastgrad.check(func, x, **keywords)
+    assert report.precision is None
+    assert f"{why} with tolerances only" in report.notes
+
+
+def test_results_without_a_graph_must_not_depend_on_the_inputs() -> None:
+    x = normal(3, 4, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert fastgrad.check(lambda x: torch.ones(2), x).verdict == "passed"
+        report = fastgrad.check(lambda x: 8 * x.detach(), x, reference=lambda x: 8 * x, eps=2.0**-6)
+    assert report.failure is not None
+    assert report.failure.kind == "nonzero numerical gradient"
+
+
+def test_empty_inputs_pass_with_and_without_a_reference() -> None:
+    def raising(x: Tensor) -> Tensor:
+        if x.dtype is torch.float64:
+            raise TypeError("there is no kernel for float64")
+        return x.sin()
+
+    x = torch.empty(0, 3, dtype=torch.bfloat16, requires_grad=True)
+    for func in (torch.sin, raising):
+        report = fastgrad.check(func, x)
+        assert report.verdict == "passed"
+        assert report.n == report.m == 0
+
+
+def test_values_that_are_not_finite_are_undecided() -> None:
+    report = fastgrad.check(lambda x: x * torch.nan, normal(3, dtype=torch.bfloat16))
+    assert report.verdict == "undecided"
+    assert "func is not finite: output 0 at [0] is nan" in str(report)
+    x = torch.tensor([1.0, torch.nan], dtype=torch.bfloat16, requires_grad=True)
+    report = fastgrad.check(torch.sin, x)
+    assert report.verdict == "undecided"
+    assert "func changes its inputs, or they contain NaN; they were restored around every call" in report.notes
+    assert torch.equal(x.isnan(), torch.tensor([False, True]))
+
+
+def test_a_backward_that_depends_on_random_numbers_is_undecided() -> None:
+    class Masked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x, torch.rand(x.shape) > 0.5)
+            return x.tanh()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            x, mask = ctx.saved_tensors
+            return tanh_slope(grad, x) * mask * 2
+
+    state = torch.get_rng_state()
+    report = fastgrad.check(Masked.apply, normal(3, 4, dtype=torch.bfloat16), reference=torch.tanh)
+    assert report.verdict == "undecided"
+    assert not report.causes
+    assert "func draws random numbers, and its gradients differ from those of the reference" in str(report)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_references_that_are_not_in_double_precision() -> None:
+    x = normal(3, 4, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="the reference returns bfloat16 even for inputs in double precision"):
+        fastgrad.check(torch.tanh, x, reference=lambda x: x.tanh().to(torch.bfloat16))
+    report = fastgrad.check(torch.tanh, x, reference=lambda x: x.to(torch.bfloat16).tanh().to(x.dtype))
+    assert report.verdict == "undecided"
+    assert "func computes in bfloat16 and returns double precision" in str(report)
+    for func, why in (
+        (lambda x: x.tanh().to(torch.bfloat16), "returns bfloat16 even for inputs in double precision"),
+        (lambda x: x.to(torch.bfloat16).tanh().to(x.dtype), "computes in a lower dtype internally"),
+    ):
+        report = fastgrad.check(func, x)
+        assert report.verdict == "passed"
+        assert report.precision is not None
+        assert report.precision.reference == ""
+        assert any(why in note for note in report.notes)
+
+
+def test_a_float32_mask_is_no_lower_dtype() -> None:
+    report = fastgrad.check(lambda x: x * (torch.rand(x.shape) * 2 > 1), normal(3, 4, dtype=torch.bfloat16))
+    assert report.verdict == "passed", str(report)
+    assert report.precision is not None
+    assert report.precision.reference
+
+
+@pytest.mark.parametrize(
+    ("reference", "text"),
+    [
+        (lambda x: x.detach().tanh(), "no output of the reference requires grad"),
+        (lambda x: x.tanh().to_sparse(), "the reference returns a sparse tensor as result 0"),
+        (lambda x: (x.tanh(),), "the reference returns no tensor as result 1"),
+    ],
+)
+def test_results_of_a_reference_that_cannot_be_compared(reference: Any, text: str) -> None:
+    def func(x: Tensor) -> tuple[Tensor, ...]:
+        return (x.tanh(), x.sin()) if "result 1" in text else (x.tanh(),)
+
+    with pytest.raises(ValueError, match=f"The reference cannot be used: {text}"):
+        fastgrad.check(func, normal(3, dtype=torch.bfloat16), reference=reference)
+
+
+def test_a_module_of_other_parameters_is_no_reference() -> None:
+    module, x = nn.Linear(4, 2).to(torch.bfloat16), normal(3, 4, dtype=torch.bfloat16)
+    for other, count in ((nn.Linear(4, 3), 3), (nn.Linear(4, 2, bias=False), 2)):
+        with pytest.raises(TypeError, match=f"it has {count}, and func has 3. A module as reference needs the same"):
+            fastgrad.check(module, x, reference=other)
+
+
+def test_a_tensor_that_is_given_twice_is_one_input_of_the_reference() -> None:
+    x = normal(3, 4, dtype=torch.bfloat16)
+    report = fastgrad.check(torch.mul, (x, x))
+    assert report.verdict == "passed", str(report)
+    assert report.precision is not None
+    assert report.precision.reference
+
+
+def test_autocast_does_not_reach_the_reference() -> None:
+    x = normal(4, 3, dtype=torch.float32)
+    with torch.autocast("cpu"):
+        report = fastgrad.check(lambda x: x @ x.T, x)
+        assert torch.is_autocast_enabled("cpu")
+    assert report.verdict == "passed", str(report)
+    assert report.precision is not None
+    assert report.precision.reference
+
+
+class _OneSided(torch.autograd.Function):
+    """abs, whose derivative at zero is that of one side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.abs()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.where(x >= 0, 1.0, -1.0).to(x.dtype) * grad
+
+
+class _WrongNextToZero(_OneSided):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.where(x == 0, 1.0, 2 * x.sign()).to(x.dtype) * grad
+
+
+def test_at_a_kink_the_reference_is_checked_next_to_it() -> None:
+    x = torch.tensor([0.0, 0.0, -1.0], dtype=torch.bfloat16, requires_grad=True)
+    scale = torch.tensor(2.0, dtype=torch.bfloat16)
+    report = fastgrad.check(lambda x, scale: _OneSided.apply(x) * scale, (x, scale))
+    assert report.verdict == "passed", str(report)
+    assert "the reference was checked next to x, because at x there is a kink" in report.notes
+    report = fastgrad.check(_WrongNextToZero.apply, x)
+    assert report.verdict == "undecided"
+    assert "the reference cannot be checked in double precision: a kink" in str(report)
+
+
+def test_products_with_zero_are_not_checked_where_a_derivative_is_not_finite() -> None:
+    x = torch.tensor([0.0, 1.0, 4.0], dtype=torch.bfloat16, requires_grad=True)
+    report = fastgrad.check(lambda x: x.abs().sqrt(), x)
+    assert report.verdict == "passed", str(report)
+    assert "the reference was checked next to x, because at x the derivative is not finite" in report.notes
+    assert any("zero grad_outputs were not checked" in note for note in report.notes)
+    assert "entries whose reference is outside th" in str(report)
+
+
+def test_batched_gradients_are_those_of_vmap() -> None:
+    class Sin(torch.autograd.Function):
+        generate_vmap_rule = False
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * x.cos() * bool(grad.isfinite().all())
+
+    x = normal(3, dtype=torch.bfloat16)
+    assert fastgrad.check(Sin.apply, x).verdict == "passed"
+    assert fastgrad.check(torch.sin, x, check_batched_grad=True).verdict == "passed"
+    report = fastgrad.check(Sin.apply, x, check_batched_grad=True)
+    assert report.failure is not None
+    assert report.failure.kind.startswith("batched")
+
+
+def test_gradients_that_are_all_zero() -> None:
+    x = normal(3, 4, dtype=torch.bfloat16)
+    report = fastgrad.check(lambda x: x * 0, x)
+    assert report.verdict == "passed"
+    assert "all compared gradients are zero" in str(report)
+    report = fastgrad.check(lambda x, y: x.tanh() + y * 0, (x, normal(3, 4, dtype=torch.bfloat16, seed=1)))
+    assert report.verdict == "passed"
+    assert "all compared gradients are zero" not in str(report)
+
+
+def test_an_intermediate_result_beyond_the_range_is_undecided() -> None:
+    report = fastgrad.check(lambda x: (x * 1e-3) * 6e4, normal(3, dtype=torch.float16))
+    assert report.verdict == "undecided"
+    assert "an intermediate result leaves the dtype's range" in str(report)
+    assert "make the inputs smaller" in str(report)
+
+
+def test_rounding_that_hides_most_entries_is_undecided() -> None:
+    x = torch.full((3, 4), 7.0, dtype=torch.bfloat16).requires_grad_()
+    report = fastgrad.check(lambda x: (x - x.mean()) / (x - x.mean() + 0.001), x)
+    assert report.verdict == "undecided"
+    assert "an entry that is zero would not be detected" in str(report)
+
+
+@pytest.mark.parametrize(("count", "verdict"), [(32, "passed"), (128, "undecided"), (256, "failed")])
+def test_sums_that_accumulate_in_the_lower_dtype(count: int, verdict: str) -> None:
+    def expanded(x: Tensor) -> Tensor:
+        return x.expand(count) * 1.0
+
+    class Expanded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return expanded(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            total = torch.zeros_like(grad[:1])
+            for one in grad.split(1):
+                total = total + one
+            return total
+
+    report = fastgrad.check(Expanded.apply, normal(1, dtype=torch.bfloat16), reference=expanded, fast_mode=True)
+    assert report.verdict == verdict, str(report)
+    if verdict == "undecided":
+        assert "check whether the kernel accumulates in the lower dtype" in str(report)
+    if verdict == "failed":
+        assert "the error is only in the gradient of a sum over outputs" in str(report)
+
+
+def test_a_wrong_gradient_of_equal_grad_outputs_is_not_blamed_on_their_layout() -> None:
+    func = elementwise(torch.tanh, lambda g, x: tanh_slope(g, x) * (2 if (g == g.reshape(-1)[0]).all() else 1))
+    report = fastgrad.check(func, normal(3, 4, dtype=torch.bfloat16), reference=torch.tanh)
+    assert report.failure is not None
+    assert report.failure.detail == "the error is only in the gradient of a sum over outputs"
+    assert all(cause.name != "layout of grad_output" for cause in report.causes)
+
+
+def test_errors_within_the_rounding_of_the_largest_element_are_excused() -> None:
+    x = torch.tensor([100.0, 100.0, 0.01, 0.02, 0.03, -0.01], dtype=torch.bfloat16, requires_grad=True)
+    for error, verdict in ((0.25, "passed"), (25.0, "failed")):
+        func = elementwise(lambda x: x * x, lambda g, x, error=error: g * (2 * x + (x < 1) * error))
+        report = fastgrad.check(func, x, reference=lambda x: x * x)
+        assert report.verdict == verdict, str(report)
+        excused = any("accurate only relative to the largest entry" in note for note in report.notes)
+        assert excused == (verdict == "passed")
+
+
+def test_one_wrong_row_among_more_than_are_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "MOST_SINGLE_ROWS", 16)
+
+    def slope(g: Tensor, x: Tensor) -> Tensor:
+        made = tanh_slope(g, x)
+        made[20] *= 1.5
+        return made
+
+    class Tanh(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.tanh()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return tanh_slope(grad, *ctx.saved_tensors)
+
+    wrong = elementwise(torch.tanh, slope)
+    x = normal(24, dtype=torch.bfloat16)
+    report = fastgrad.check(wrong, x, reference=Tanh.apply)
+    assert report.precision is not None
+    assert "all 24 rows, in 16 groups" in report.precision.rows
+    assert report.precision.worst is not None
+    assert report.precision.worst.output_index == report.precision.worst.input_index == (20,)
+    assert report.failure is not None
+    assert report.failure.kind == "beyond rounding"

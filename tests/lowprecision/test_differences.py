@@ -169,3 +169,89 @@ def test_an_infinite_derivative_is_no_failure() -> None:
 
     x = torch.tensor([0.5, 0.0, 2.0], requires_grad=True)
     assert fastgrad.check(Root.apply, x).verdict == "undecided"
+
+
+@pytest.mark.parametrize("outside", ["raises", "is nan"])
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_function_that_is_defined_only_at_x_is_undecided(outside: str, is_finite: bool) -> None:
+    x = normal(3, dtype=torch.bfloat16)
+    domain = x.detach().clone()
+
+    class AtX(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64 or (outside == "raises" and not torch.equal(x, domain)):
+                raise ValueError("outside of the domain")
+            return torch.where(x == domain, x.sin(), torch.nan)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * domain.cos() if is_finite else grad / 0
+
+    report = fastgrad.check(AtX.apply, x)
+    assert report.verdict == "undecided", str(report)
+    if is_finite:
+        assert "differences in this dtype resolve no derivative here" in str(report)
+    else:
+        assert "the gradient of input 0 at [0] is not finite, and differences in this dtype do not show" in str(report)
+    assert torch.equal(x, domain)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_outputs_that_are_defined_only_at_x_hide_no_error_of_the_others(factor: float) -> None:
+    x = normal(3, dtype=torch.bfloat16)
+    first = x.detach()[0].clone()
+
+    class FirstAtX(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                raise TypeError("no")
+            return torch.stack([torch.where(x[0] == first, x[0].sin(), torch.nan), x[1], x[2]])
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return torch.stack([grad[0] * first.cos(), factor * grad[1], grad[2]])
+
+    report = fastgrad.check(FirstAtX.apply, x)
+    assert report.verdict == ("passed" if factor == 1 else "failed"), str(report)
+    if factor != 1:
+        assert report.precision is not None
+        assert report.precision.worst is not None
+        assert report.precision.worst.output_index == report.precision.worst.input_index == (1,)
+
+
+def test_a_sum_of_rows_that_overflows_is_undecided() -> None:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                raise TypeError("no")
+            return x.expand(8, 2) * 2.0**14
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad.sum(0, keepdim=True) * 2.0**14
+
+    report = fastgrad.check(Scaled.apply, torch.tensor([[1.0, 2.0]], dtype=torch.float16, requires_grad=True))
+    assert report.verdict == "undecided", str(report)
+    assert "is not finite, and differences in this dtype do not show" in str(report)
+    assert "smaller inputs" in str(report)
+
+
+def test_an_error_that_no_single_entry_shows_is_undecided() -> None:
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                raise TypeError("no")
+            return x.float().sum().to(x.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return (1.1 * grad).expand(256)
+
+    x = normal(256, dtype=torch.bfloat16).detach().abs().requires_grad_()
+    report = fastgrad.check(Sum.apply, x)
+    assert report.verdict == "undecided", str(report)
+    assert "no single wrong entry was found" in str(report)
