@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -573,3 +575,158 @@ def test_an_operator_of_the_user_has_no_padding_row() -> None:
     model = Tied()
     model.forward = lambda tokens: embedding(model.weight, tokens, 0).tanh()  # type: ignore[method-assign]
     assert check_model(model, TOKENS, squared).findings[0].operator == "fastgrad_tests_embedding"
+
+
+def test_a_model_that_is_wrapped_for_several_ranks_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        with pytest.raises(TypeError, match=r"wrapped in DistributedDataParallel: pass model\.module"):
+            check_model(model, torch.randn(8, 4), squared)
+        assert check_model(model.module, torch.randn(8, 4), squared).passed
+    finally:
+        dist.destroy_process_group()
+
+
+def test_compiled_parts_are_a_remark() -> None:
+    model = nn.Sequential(torch.compile(nn.Linear(4, 4), backend="eager"), nn.Tanh())
+    report = check_model(model, torch.randn(8, 4), squared)
+    assert report.passed
+    assert "compiled parts of the model ran operator by operator while they were recorded" in report.remarks
+
+
+class Alternating(nn.Module):
+    """Runs other operations in every other call, and treats the result of a linear map as a constant."""
+
+    def __init__(self, linear: nn.Module, cut: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.other, self.cut, self.calls = linear, nn.Linear(4, 4), cut, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = 2 * x if self.calls % 2 else x + x + 0
+        z: Tensor = self.cut(self.linear(y)) + self.other(x)
+        return z
+
+
+def test_where_a_path_ends_is_not_said_of_a_model_that_runs_other_operations_in_each_call() -> None:
+    x = torch.randn(8, 4)
+    report = check_model(Alternating(nn.Linear(4, 4), Tensor.detach), x, squared)
+    assert [finding.kind for finding in report.findings] == ["detached"]
+    text = report.findings[0].text
+    assert text == "linear.weight, linear.bias gets no gradient, but the loss depends on it"
+    assert report.findings[0].parameters == ("linear.weight", "linear.bias")
+    normalized = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    report = check_model(Alternating(normalized, torch.tanh), x, squared)
+    assert not any("held constant" in remark for remark in report.remarks)
+
+
+def copied(output: Tensor) -> Tensor:
+    made = torch.empty_like(output)
+    with torch.no_grad():
+        made.copy_(output)
+    return made
+
+
+class Copied(nn.Module):
+    def __init__(self, joins: bool) -> None:
+        super().__init__()
+        self.linear, self.other, self.joins = nn.Linear(4, 4), nn.Linear(4, 4), joins
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        z: Tensor = self.other(x) + copied(y).sin()
+        return z + y if self.joins else z
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_copy_without_gradients_is_named(joins: bool) -> None:
+    report = check_model(Copied(joins), torch.randn(8, 4), squared)
+    assert [finding.kind for finding in report.findings] == ["detached"]
+    finding = report.findings[0]
+    assert "aten.copy_" in finding.text
+    assert finding.parameters == ("linear.weight", "linear.bias")
+    assert ("with this result held fixed, differences agree with the gradients" in finding.text) == joins
+
+
+def test_of_many_parameters_the_first_are_named() -> None:
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maps = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            total: Tensor = sum(one(x) for one in self.maps)  # type: ignore[assignment]
+            y: Tensor = self.last(total.detach())
+            return y
+
+    report = check_model(Detached(), torch.randn(8, 4), squared)
+    assert "maps.0.weight, maps.0.bias, maps.1.weight and 3 more gets no gradient" in report.findings[0].text
+    assert len(report.findings[0].parameters) == 6
+    assert "parameters: maps.0.weight, maps.0.bias, maps.1.weight, maps.1.bias and 2 more" in str(report)
+
+
+def test_results_without_derivatives_are_right() -> None:
+    class Positive(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            made = (x > 0).to(x.dtype)
+            ctx.mark_non_differentiable(made)
+            return made
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    report = check_model(Calls(lambda x: x * Positive.apply(x)), torch.randn(8, 4), squared)
+    assert report.passed
+    (custom,) = (one for one in report.operations if one.name == "Positive")
+    assert (custom.verdict, custom.detail) == ("right", "none of its results requires grad")
+
+
+def test_an_operation_that_differences_cannot_decide_is_undecided() -> None:
+    class AtX(torch.autograd.Function):
+        """sin in bfloat16, and only where it was called first."""
+
+        domain: Tensor | None = None
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if x.dtype is not torch.bfloat16:
+                raise TypeError("bfloat16 only")
+            AtX.domain = x.detach().clone() if AtX.domain is None else AtX.domain
+            ctx.save_for_backward(x)
+            return torch.where(x == AtX.domain, x.sin(), torch.nan)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * x.cos()
+
+    model = Calls(AtX.apply).to(torch.bfloat16)
+    report = check_model(model, torch.randn(8, 4, dtype=torch.bfloat16), squared)
+    (custom,) = (one for one in report.operations if one.name == "AtX")
+    assert (custom.verdict, custom.dtype) == ("undecided", "bfloat16")
+    assert "differences in this dtype resolve no derivative" in custom.detail
+    assert report.verdict != "passed"
+
+
+def test_a_large_function_without_rows_is_checked_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.shape = x.shape
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad.expand(ctx.shape)
+
+    monkeypatch.setattr(operations, "LARGE", 16)
+    report = check_model(Calls(Sum.apply), torch.randn(8, 4), squared)
+    (custom,) = (one for one in report.operations if one.name == "Sum")
+    assert custom.verdict == "right"
+    assert operations.ON_FEWER_ROWS not in custom.detail
+    assert custom.report is not None
+    assert custom.report.n == 32

@@ -28,3 +28,18 @@ def test_it_tells_orders_and_signs_apart() -> None:
     assert len(same) == 1
     others = {fingerprint(one) for one in (tensor, -tensor, tensor.flip(0), tensor.roll(65536), tensor.roll(1))}
     assert len(others) == 5
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_values_of_sparse_tensors_change_it(layout: torch.layout) -> None:
+    made = torch.eye(4).to_sparse(layout=layout)
+    before = fingerprint(made)
+    assert fingerprint(made.clone()) == before
+    changed = made.clone()
+    (changed._values() if layout is torch.sparse_coo else changed.values())[2] = 3.0
+    assert fingerprint(changed) != before
+    assert fingerprint(torch.eye(4).roll(1, 0).to_sparse_coo()) != fingerprint(torch.eye(4).to_sparse_coo())
+
+
+def test_empty_tensors_are_alike() -> None:
+    assert fingerprint(torch.empty(0, 3)) == fingerprint(torch.empty(3, 0, dtype=torch.int64)) == 0
