@@ -273,6 +273,28 @@ def test_errors_are_torchs(words: str, name: str, arguments: tuple[Any, ...], ke
 
 
 @pytest.mark.parametrize(
+    ("words", "name", "arguments"),
+    [
+        ("The vector v can only be None if the user-provided function returns", "vjp", (torch.sin, X)),
+        ("The vector v can only be None if the input to the user-provided function is", "vhp", (pow_reducer, X)),
+        ("v is a tuple of invalid length: should be 2 but got 1", "jvp", (torch.add, (X, X), X)),
+        ("v is a tuple of invalid length: should be 2 but got 3", "hvp", (pow_adder_reducer, (X, X), (X, X, X))),
+        ("The given v should contain a single Tensor, but is a tuple of 2 Tensors", "jvp", (torch.sin, X, (X, X))),
+        ("v has invalid size: should be torch.Size([3]) but got", "vjp", (torch.sin, X, X[:2])),
+        ("Entry 1 in v has invalid size", "jvp", (torch.add, (X, X), (X, X[:2]))),
+        ("should contain a single element, but its shape is (3,)", "hvp", (torch.sin, X, X)),
+        ("should return a single Tensor, but it returned a tuple", "vhp", (lambda x: (x.sum(),), X, X)),
+    ],
+)
+def test_numerical_products_refuse_the_same(words: str, name: str, arguments: tuple[Any, ...]) -> None:
+    expected = outcome(getattr(torchs, name), *arguments)
+    found = outcome(getattr(functional, name), *arguments, numerical=True)
+    assert isinstance(expected, Exception)
+    assert type(found) is type(expected), repr(found)
+    assert words in str(found)
+
+
+@pytest.mark.parametrize(
     ("keywords", "words"),
     [
         ({"sparse": "yes"}, "sparse must be True, False or 'auto', got 'yes'"),
