@@ -122,7 +122,8 @@ class Member:
             gradients = torch.autograd.grad(
                 outputs, graph.inputs, cotangents, create_graph=order.record, retain_graph=True, allow_unused=True
             )
-            gradients = [_placed_as(x, gradient) for x, gradient in zip(graph.inputs, gradients, strict=True)]
+            with torch.set_grad_enabled(order.record):
+                gradients = [_placed_as(x, gradient) for x, gradient in zip(graph.inputs, gradients, strict=True)]
         if order.record:
             self._graphs[order.graph] = _LocalGraph([*leaves, *graph.inputs], list(gradients), graph.values)
         return _answer(gradients)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fastgrad
 import fastgrad.distributed
@@ -78,3 +79,63 @@ def test_one_rank_gives_the_report_of_the_usual_check() -> None:
 
 def test_fastgrad_distributed_is_found_without_an_import_of_its_own() -> None:
     assert fastgrad.distributed.RankError is not None
+
+
+def sharded(dims: int = 1) -> Tensor:
+    mesh = init_device_mesh("cpu", (1,) * dims)
+    placements = [Shard(0), *[Replicate()] * (dims - 1)]
+    return DTensor.from_local(leaf(2, 3).detach(), mesh, placements).requires_grad_()
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"order": 2}, {"placements": [Shard(0)]}])
+def test_dtensors_bring_their_placements(keywords: dict[str, Any]) -> None:
+    x = sharded()
+    report = fastgrad.distributed.check(torch.sin, (x,), **keywords)
+    assert report.verdict == "passed", str(report)
+    assert (report.n, report.m) == ((12, 6) if "order" in keywords else (6, 6))
+    assert torch.equal(x.detach().to_local(), leaf(2, 3).detach())  # type: ignore[attr-defined]
+
+
+def test_a_wrong_second_derivative_of_dtensors_fails() -> None:
+    report = fastgrad.distributed.check(lambda x: x * x.detach().sin(), (sharded(),), order=2)
+    assert report.verdict == "failed"
+
+
+@pytest.mark.parametrize(
+    ("dims", "keywords", "error", "text"),
+    [
+        (2, {}, NotImplementedError, "is a DTensor of a mesh with 2 dimensions"),
+        (1, {"placements": [Replicate()]}, ValueError, "do not pass another one"),
+        (1, {"gradients": [Partial()]}, ValueError, "do not pass another one"),
+    ],
+)
+def test_dtensors_that_cannot_be(dims: int, keywords: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"input 0 .*{text}"):
+        fastgrad.distributed.check(torch.sin, (sharded(dims),), **keywords)
+
+
+def test_what_func_raises_is_a_rank_error() -> None:
+    x = leaf(2, 3)
+    with pytest.raises(fastgrad.distributed.RankError, match="rank 0 raised ZeroDivisionError"):
+        fastgrad.distributed.check(lambda x: x / (1 // 0), (x,), placements=[Shard(0)], outputs=Shard(0))
+    assert torch.equal(x, leaf(2, 3))
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_a_wrong_complex_gradient_has_a_place(placement: Any) -> None:
+    x = torch.complex(leaf(3).detach(), leaf(3).detach()).requires_grad_()
+    report = fastgrad.distributed.check(
+        lambda x: x * x.conj().detach(), (x,), placements=[placement], outputs=[placement]
+    )
+    assert report.failure is not None
+    where = "is wrong on rank 0" if isinstance(placement, Shard) else "is held by all ranks"
+    assert any(note.startswith("input 0, ") and where in note for note in report.notes)
+
+
+def test_inputs_without_elements_and_results_without_derivatives() -> None:
+    x = leaf(0, 3)
+    assert fastgrad.distributed.check(torch.sin, (x,), placements=[Shard(0)], outputs=[Shard(0)]).verdict == "passed"
+    report = fastgrad.distributed.check(
+        lambda x, y: (x * y, x.detach() > 0), (leaf(3), leaf(3)), placements=[Shard(0)] * 2, outputs=[Shard(0)] * 2
+    )
+    assert report.verdict == "passed"
