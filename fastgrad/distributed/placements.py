@@ -105,7 +105,7 @@ def difference(parts: Sequence[Tensor], placement: Placement) -> Difference | No
         if torch.equal(part, parts[0]) or not part.numel():
             continue
         # Sums over ranks may be added in a different order on each.
-        allowed = ROUNDING * spacing(part.dtype) * parts[0].abs().nan_to_num(0.0).max()
+        allowed = ROUNDING * spacing(part.dtype) * parts[0].abs().nan_to_num(0.0, 0.0, 0.0).max()
         apart = (part - parts[0]).abs()
         both_nan = part.isnan() & parts[0].isnan()
         wrong = ~(apart <= allowed) & ~both_nan & (part != parts[0])
