@@ -150,3 +150,25 @@ def test_bad_arguments() -> None:
         fastgrad.analytical_jacobian(torch.sin, normal(3), "both")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Jacobians require strided inputs; input 0 has layout torch\.sparse_coo"):
         fastgrad.numerical_jacobian(lambda s: s.to_dense(), normal(3, 3).detach().to_sparse().requires_grad_())
+
+
+@pytest.mark.parametrize("n", [3, 300])
+def test_what_is_not_finite_is_torchs(n: int) -> None:
+    def func(x: Tensor) -> Tensor:
+        return torch.cat([x.sin(), x[:1] / 0])
+
+    x = normal(n)
+    expected = torch.autograd.functional.jacobian(func, x)  # type: ignore[no-untyped-call]
+    ((found,),) = fastgrad.analytical_jacobian(func, x)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14, equal_nan=True)
+    ((found,),) = fastgrad.numerical_jacobian(func, x)
+    torch.testing.assert_close(found[:n], x.detach().cos().diag(), rtol=1e-7, atol=1e-7)
+    assert bool(found[n].isnan().all())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_jacobians_without_entries_have_their_shapes(layout: torch.layout) -> None:
+    for func, n, m in ((torch.sin, 0, 0), (lambda x: x[:0], 3, 0), (lambda x: x.sum().expand(2) + 1, 0, 2)):
+        for jacobian in (fastgrad.numerical_jacobian, fastgrad.analytical_jacobian):
+            ((found,),) = jacobian(func, normal(n), layout=layout)
+            assert (found.shape, found.layout) == ((m, n), layout)

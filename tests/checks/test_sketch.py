@@ -481,3 +481,50 @@ def test_the_certificate_states_an_error_of_one_call_within_the_tolerances(wrong
         doubled(lambda gradient, calls: gradient + 1e-4 if calls == wrong else gradient), normal(3), fast_mode=True
     )
     assert report.failure is not None or max(one.bound for one in report.certificates) > 0.9e-4
+
+
+@pytest.mark.parametrize(("n", "verdict"), [(40, "passed"), (LARGE, "undecided")])
+def test_a_jump_that_only_joint_steps_cross_is_left_to_the_exact_engine(n: int, verdict: str) -> None:
+    x = normal(n)
+    original = x.detach().clone()
+
+    def jumps(x: Tensor) -> Tensor:
+        x = x.detach()
+        several = (x != original).sum() > 1
+        return (several & (x.sum() > original.sum())).double().expand(n)
+
+    report = fast(jumps, x)
+    assert report.verdict == verdict, str(report)
+    exact = any("decided by the exact engine, because the sketch did not decide" in note for note in report.notes)
+    assert exact == (verdict == "passed")
+
+
+@pytest.mark.parametrize("n", [40, LARGE])
+def test_a_function_that_takes_steps_of_single_coordinates_only(n: int) -> None:
+    x = normal(n)
+    original = x.detach().clone()
+
+    def sin(x: Tensor) -> Tensor:
+        if int((x != original).sum()) > 1:
+            raise ValueError("one at a time")
+        return x.sin()
+
+    if n == LARGE:
+        with pytest.raises(ValueError, match="one at a time"):
+            fast(sin, x)
+    else:
+        report = fast(sin, x)
+        assert report.verdict == "passed"
+        assert "decided by the exact engine, because func raised next to the inputs" in report.notes
+    assert torch.equal(x, original)
+
+
+@pytest.mark.parametrize("n", [40, LARGE])
+def test_a_backward_that_raises_for_one_hot_grad_outputs_raises(n: int) -> None:
+    def change(gradient: Tensor, calls: int) -> Tensor:
+        if int(gradient.count_nonzero()) == 1:
+            raise ValueError("one-hot")
+        return gradient
+
+    with pytest.raises(ValueError, match="one-hot"):
+        fast(doubled(change), normal(n))

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -120,9 +121,33 @@ def test_what_func_captures_counts() -> None:
 
     pairs = [(scaled(2.0), scaled(3.0)), (scaled(torch.ones(2)), scaled(torch.zeros(2)))]
     pairs += [(functools.partial(torch.add, 1), functools.partial(torch.add, 2))]
+    pairs += [(scaled(np.ones(2)), scaled(np.zeros(2)))]
+    pairs += [(scaled(torch.eye(2).to_sparse()), scaled(torch.zeros(2, 2).to_sparse()))]
+    pairs += [(torch.nn.Linear(2, 2).forward, torch.nn.Linear(2, 2).forward)]
+    pairs += [(scaled(with_method(2)), scaled(with_method(3)))]
     for one, other in pairs:
         assert described(one, {}, Settings())["func"] != described(other, {}, Settings())["func"]
     assert described(scaled(2.0), {}, Settings()) == described(scaled(2.0), {}, Settings())
+
+
+def with_method(factor: int) -> type:
+    class Static:
+        @staticmethod
+        def scaled(x: Any) -> Any:
+            return x * factor
+
+    return Static
+
+
+def test_a_function_may_hold_itself() -> None:
+    def made(factor: float) -> Any:
+        def repeated(x: Any, times: int = 1) -> Any:
+            return repeated(x * factor, times - 1) if times else x
+
+        return repeated
+
+    assert described(made(2.0), {}, Settings()) == described(made(2.0), {}, Settings())
+    assert described(made(2.0), {}, Settings()) != described(made(3.0), {}, Settings())
 
 
 def test_no_group() -> None:
