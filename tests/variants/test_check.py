@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fastgrad
+from fastgrad.variants import kinks
 from fastgrad.variants.layouts import MOST_ALONE
 from tests.planted.variants import (
     COMPILED,
@@ -353,3 +354,60 @@ def test_inputs_are_as_they_were() -> None:
     fastgrad.check_variants(torch.sin, x)
     assert torch.equal(x, before)
     assert x.grad is None
+
+
+def only_at(point: Tensor) -> Any:
+    return lambda x: x.sin() + torch.where((x.detach() - point).abs() > 1e-4, torch.nan, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("variant", "func", "x", "why"),
+    [
+        (
+            "state: inputs changed before backward",
+            lambda x: x.view(-1),
+            numbers(2, 3),
+            "a result is a view of an input",
+        ),
+        ("layouts: rows expanded", torch.sin, numbers(1, 3), "no input has rows"),
+        (
+            "state: two forwards before backward",
+            only_at(numbers(3)),
+            numbers(3),
+            "func raises or is not finite",
+        ),
+        ("derivatives: under vmap", only_at(numbers(3)), numbers(3), "func raises or is not finite"),
+        ("compiled: inductor", torch.sin, numbers(3), "there is no C++ compiler"),
+        ("compiled: opcheck", torch.sin, numbers(3), "func is not an operator of torch.library"),
+    ],
+)
+def test_why_a_variant_is_not_applicable(
+    variant: str, func: Any, x: Tensor, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "there-is-no-such-compiler")
+    report = fastgrad.check_variants(func, x.clone().requires_grad_(), only=[variant])
+    assert [row.verdict for row in report.rows] == ["not applicable"]
+    assert why in report.rows[0].detail
+    assert not report.passed
+
+
+def test_a_failure_at_a_generated_point_is_undecided_if_the_jacobian_is_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class WrongAtZeros(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * x.cos() * (2 if (x == 0).any() else 1)
+
+    x = (numbers(4) - numbers(4).mean()).requires_grad_()
+    for most, verdict in ((kinks.MOST_ENTRIES, "failed"), (4, "undecided")):
+        monkeypatch.setattr(kinks, "MOST_ENTRIES", most)
+        report = fastgrad.check_variants(WrongAtZeros.apply, x, only=["points: zeros"])
+        assert [row.verdict for row in report.rows] == [verdict]
+    assert "the Jacobian is too large" in report.rows[0].detail
