@@ -246,6 +246,41 @@ def test_nondet_tol() -> None:
     assert not fastgrad.gradcheck(Jitter.apply, (x(),), nondet_tol=1e-9, raise_exception=False)
 
 
+class Scattered(torch.autograd.Function):
+    """sin, whose gradients differ from run to run by a random share; for larger grad_outputs, also by `nonlinear`."""
+
+    share, nonlinear = 0.0, 0.0
+
+    @staticmethod
+    def forward(ctx: Any, v: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(v)
+        return v.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+        (v,) = ctx.saved_tensors
+        wrong = Scattered.nonlinear * (grad_output.abs() > 2)
+        return grad_output * v.cos() * (1 + Scattered.share * (torch.rand_like(v) - 0.5) + wrong)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [5, 60, 200])
+def test_nondet_tol_is_allowed_for_multiples_of_a_grad_output(
+    n: int, fast_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v = torch.linspace(0.2, 1.2, n, dtype=torch.float64).requires_grad_()
+    monkeypatch.setattr(Scattered, "share", 1e-4)
+    report = fastgrad.check(Scattered.apply, v, fast_mode=fast_mode, nondet_tol=1e-3)
+    assert report.verdict == "passed", str(report)
+    report = fastgrad.check(Scattered.apply, v, fast_mode=fast_mode)
+    assert report.failure is not None
+    assert report.failure.kind == "nondeterministic"
+    monkeypatch.setattr(Scattered, "nonlinear", 0.01)
+    for share in (0.0, 1e-4):
+        monkeypatch.setattr(Scattered, "share", share)
+        assert fastgrad.check(Scattered.apply, v, fast_mode=fast_mode, nondet_tol=1e-3).verdict == "failed"
+
+
 @pytest.mark.parametrize("fast_mode", [False, True])
 def test_nondet_tol_excuses_no_dependence_of_results_without_gradients(fast_mode: bool) -> None:
     """Torch slow mode's rule: the numerical derivative is zero, whatever nondet_tol is."""
