@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from fastgrad.problem.arguments import Buffers
 from fastgrad.problem.caller_state import SavedState
 
 _CASTS = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16})
+_LOWER_TYPE = re.compile(r"(Float|Half|BFloat16)Tensor$")
 
 
 class Step:
@@ -218,12 +220,21 @@ class _InDouble(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func in _CASTS:
             return args[0].double()
+        if func is Tensor.type:
+            args, kwargs = (*args[:1], *map(_double_type, args[1:])), {k: _double_type(v) for k, v in kwargs.items()}
         writes = name.endswith("_") or name in ("__setitem__", "__get__", "__set__")
         if writes and name != "__setitem__":
             return func(*args, **kwargs)
         # Tensors that are written to must keep their identity.
         first, rest = (args[:1], args[1:]) if writes else ((), args)
         return func(*first, *as_double(rest), **as_double(kwargs))
+
+
+def _double_type(value: Any) -> Any:
+    """An argument of `Tensor.type`, where torch.FloatTensor and "torch.FloatTensor" are those of double precision."""
+    is_type = isinstance(value, type(torch.FloatTensor))
+    name = f"{value.__module__}.{value.__name__}" if is_type else value
+    return _LOWER_TYPE.sub("DoubleTensor", name) if isinstance(name, str) else value
 
 
 def as_double(value: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import fastgrad
 from fastgrad.model import operations
 from fastgrad.model.check import check_model
+from fastgrad.report import model_text
 from tests.model.sweep import checked, names_culprit
 from tests.planted.networks import Network, right_networks, wrong_networks
 
@@ -730,3 +731,132 @@ def test_a_large_function_without_rows_is_checked_as_it_is(monkeypatch: pytest.M
     assert operations.ON_FEWER_ROWS not in custom.detail
     assert custom.report is not None
     assert custom.report.n == 32
+
+
+class Runs(nn.Module):
+    """A linear map, a dropout, and a function of the module and its input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.function = nn.Linear(4, 4, dtype=dtype), nn.Dropout(0.5), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda y: y.float(),
+        lambda y: y.to(torch.bfloat16).to(torch.float32),
+        lambda y: y.type(torch.FloatTensor),
+        lambda y: y.type("torch.HalfTensor").type(dtype=torch.float32),
+        lambda y: y.type(torch.float32) if y.type() else y,
+    ],
+)
+def test_casts_to_lower_dtypes_are_none_in_double_precision(cast: Callable[[Tensor], Tensor]) -> None:
+    report = check_model(Runs(lambda model, x: model.linear(x)), torch.randn(8, 4), lambda y: cast(squared(y)))
+    assert report.verdict == "passed", str(report)
+    assert report.end_to_end.dtype == "float64"
+    assert not report.remarks
+
+
+def test_a_loss_that_is_always_single_is_compared_in_the_dtype_of_the_model() -> None:
+    class Single(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch.from_numpy(x.detach().numpy().astype("float32"))
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    report = check_model(Runs(lambda model, x: model.linear(x)), torch.randn(8, 4), lambda y: Single.apply(squared(y)))
+    assert report.passed, str(report)
+    assert report.end_to_end.dtype == "float32"
+    assert any("not in double precision: its loss is float32 there" in remark for remark in report.remarks)
+
+
+def test_a_model_in_double_precision_is_checked_as_it_is() -> None:
+    model = Runs(lambda model, x: model.linear(x), torch.float64)
+    report = check_model(model, torch.randn(8, 4, dtype=torch.float64), squared)
+    assert report.passed
+    assert report.end_to_end.dtype == "float64"
+
+
+def test_modes_and_hooks_that_forward_changes_are_restored() -> None:
+    def changes(model: Any, x: Tensor) -> Tensor:
+        model.dropout.eval()
+        model.linear.register_forward_hook(lambda *given: None)
+        model.linear.weight.register_hook(lambda grad: None)
+        y: Tensor = model.linear(model.dropout(x))
+        return y
+
+    model = Runs(changes)
+    kept = model.linear.register_forward_hook(lambda *given: None)
+    report = check_model(model, torch.randn(8, 4), squared)
+    assert report.passed
+    assert model.dropout.training
+    assert list(model.linear._forward_hooks) == [kept.id]
+    assert not model.linear.weight._backward_hooks
+
+
+def test_a_loss_that_is_no_tensor_is_refused_and_a_constant_one_is_a_finding() -> None:
+    with pytest.raises(TypeError, match="a real tensor of one element is needed, got float"):
+        check_model(nn.Linear(4, 4), torch.randn(8, 4), lambda y: float(y.sum()))
+    report = check_model(nn.Linear(4, 4), torch.randn(8, 4), lambda y: y.detach().sum())
+    assert report.findings[0].kind == "detached"
+    assert report.findings[0].parameters == ("weight", "bias")
+
+
+def test_an_operation_that_cannot_be_repeated_is_not_checked() -> None:
+    class Once(torch.autograd.Function):
+        calls = 0
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if x.is_leaf:
+                raise ValueError("not a result of the model")
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 2 * grad
+
+    model = Runs(lambda model, x: Once.apply(model.linear(x)), torch.float64)
+    report = check_model(model, torch.randn(8, 4, dtype=torch.float64), squared)
+    assert report.passed
+    (custom,) = (one for one in report.operations if one.name == "Once")
+    assert custom.verdict == "not checked"
+    assert custom.detail == "it raises ValueError: not a result of the model"
+
+
+def test_a_hook_that_writes_to_its_gradient_is_named() -> None:
+    def scales(grad: Tensor) -> None:
+        grad.mul_(1.5)
+
+    def hooked(model: Any, x: Tensor) -> Tensor:
+        y = model.linear(x)
+        if y.requires_grad:
+            y.register_hook(scales)
+        z: Tensor = y.sin()
+        return z
+
+    report = check_model(Runs(hooked), torch.randn(8, 4), squared)
+    assert [finding.kind for finding in report.findings] == ["hook"]
+    assert "the hook scales" in report.findings[0].text
+
+
+def test_a_sparse_operand_is_no_obstacle() -> None:
+    def mixed(model: Any, x: Tensor) -> Tensor:
+        return torch.sparse.mm(torch.eye(8, dtype=x.dtype).to_sparse(), model.linear(x))
+
+    report = check_model(Runs(mixed), torch.randn(8, 4), squared)
+    assert report.passed
+    assert any("sparse" in one.name for one in report.operations)
+
+
+def test_of_many_operations_the_first_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_text, "MOST_ROWS", 2)
+    report = check_model(Runs(lambda model, x: model.linear(x)), torch.randn(8, 4), squared)
+    assert f"and {len(report.operations) - 2} more" in str(report)
