@@ -204,3 +204,40 @@ def test_an_output_is_judged_before_what_the_next_one_raises() -> None:
     for checker in (torch.autograd.gradcheck, fastgrad.gradcheck):
         with pytest.raises(GradcheckError, match="Jacobian mismatch for output 0"):
             checker(lambda x: (x.detach() * x, Raises.apply(x)), (leaf(3),))
+
+
+def is_batched(grad: Tensor) -> bool:
+    try:
+        grad.sum().item()
+    except RuntimeError:  # a batch has no single value
+        return True
+    return False
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize(
+    ("of_second", "expected"),
+    [
+        (lambda batched: 3.0 if batched else 1.0, "Expected:\ntensor"),
+        (lambda batched: None if batched else 1.0, "Expected:\ntensor"),
+        (lambda batched: 3.0 if batched else None, "Expected:\nNone"),
+    ],
+)
+def test_a_batch_that_differs_for_the_second_input_is_shown(of_second: Any, expected: str, fast_mode: bool) -> None:
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            return 2 * x + (y if of_second(False) is not None else 0 * y)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            factor = of_second(is_batched(grad))
+            return 2 * grad, None if factor is None else factor * grad
+
+    inputs = leaf(3), leaf(3)
+    assert fastgrad.gradcheck(Sum.apply, inputs, fast_mode=fast_mode)
+    report = fastgrad.check(Sum.apply, inputs, fast_mode=fast_mode, check_batched_grad=True)
+    assert report.failure is not None
+    assert report.failure.kind == "batched differs"
+    assert (report.failure.output, report.failure.input) == (0, 1)
+    assert expected in str(report)

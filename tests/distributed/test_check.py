@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fastgrad
 import fastgrad.distributed
+from fastgrad.distributed import RankError
+from fastgrad.distributed.check import _About, _refuse_what_does_not_fit
+from fastgrad.distributed.placements import Space
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -139,3 +143,34 @@ def test_inputs_without_elements_and_results_without_derivatives() -> None:
         lambda x, y: (x * y, x.detach() > 0), (leaf(3), leaf(3)), placements=[Shard(0)] * 2, outputs=[Shard(0)] * 2
     )
     assert report.verdict == "passed"
+
+
+def test_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group first"):
+        fastgrad.distributed.check(torch.sin, (leaf(3),), placements=[Shard(0)], outputs=Shard(0))
+
+
+def about(x: Tensor, placement: Any = Replicate(), **values: Any) -> _About:  # noqa: B008
+    call = _About("sin", ("1", "2"), (Space(placement, placement),), None, "[]", (x.detach(),))
+    return replace(call, **values)
+
+
+@pytest.mark.parametrize(
+    ("others", "error", "text"),
+    [
+        ([about(leaf(3)), about(leaf(3), function="cos")], RankError, "function is sin on rank 0 and cos on rank 2"),
+        ([about(leaf(3), keywords="[1]")], RankError, r"keywords is \[\] on rank 0 and \[1\] on rank 1"),
+        ([about(leaf(3).float())], ValueError, "input 4 has the dtypes torch.float64, torch.float32"),
+        ([about(leaf(2, 3))], ValueError, "input 4 is .*its shapes differ"),
+        ([about(leaf(3)), about(leaf(3) + 1)], ValueError, r"at \[\d\] it is .* on rank 0 and .* on rank 2"),
+    ],
+)
+def test_calls_and_parts_that_differ_are_named(others: list[_About], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        _refuse_what_does_not_fit([about(leaf(3)), *others], [4])
+
+
+def test_parts_that_fit_are_accepted() -> None:
+    _refuse_what_does_not_fit([about(leaf(3)), about(leaf(3))], [0])
+    _refuse_what_does_not_fit([about(leaf(3), Shard(0)), about(leaf(5), Shard(0))], [0])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+import fastgrad
 from fastgrad.core.ranks import RankError
+from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.sharding.calls import described, refuse_differences
-from fastgrad.sharding.workers import workers_of
+from fastgrad.sharding.workers import _that_pickles, workers_of
 from fastgrad.tools import cli
 from tests.distributed.faults import Fault, run
 from tests.distributed.ranks import run_ranks
@@ -153,3 +157,18 @@ def test_a_function_may_hold_itself() -> None:
 def test_no_group() -> None:
     with pytest.raises(TypeError, match="group must be a process group"):
         workers_of("world")
+
+
+def test_a_cause_that_cannot_be_sent_is_sent_as_text() -> None:
+    class LocalError(Exception):
+        pass
+
+    report = fastgrad.check(torch.sin, torch.ones(3, dtype=torch.float64, requires_grad=True))
+    assert _that_pickles(report) is report
+    failed = replace(report, failure=Failure("nonlinear", detail="it raised", cause=LocalError("planted")))
+    sent = pickle.loads(pickle.dumps(_that_pickles(failed)))
+    assert str(sent.failure.cause) == "LocalError: planted"
+    assert sent.failure.detail == "it raised"
+    unsent = replace(report, notes=(lambda: "no text",))  # type: ignore[arg-type]
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        _that_pickles(unsent)

@@ -763,3 +763,28 @@ def test_the_error_of_a_difference_is_true_where_func_computes_in_single_precisi
         x = x[x.cos().abs() > 0.05]  # a smaller derivative is hidden behind a single stair
         value, error = functional.jacobian(lambda x: x.float().sin().double(), x, numerical=True, return_error=True)
         assert bool(((value.diagonal() - x.cos()).abs() <= 10 * error.diagonal() + 1e-2).all())
+
+
+def test_results_without_elements_or_gradients_are_torchs() -> None:
+    def constant(x: Tensor) -> Tensor:
+        return x.detach().sum()
+
+    def with_empty(x: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * x, x[:0]
+
+    assert_same(functional.hessian(constant, X), torchs.hessian(constant, X), 0.0)
+    doubled, empty = functional.jacobian(with_empty, X, strict=True)
+    assert_same(doubled, 2 * torch.eye(3, dtype=X.dtype), 0.0)
+    assert empty.shape == (0, 3)
+    for func, x in ((lambda x: x[:0], X), (torch.sum, X[:0])):
+        found, error = functional.jacobian(func, x, numerical=True, return_error=True)
+        assert found.shape == error.shape == (*func(x).shape, *x.shape)
+    found, error = functional.jacobian(torch.sin, torch.zeros_like(X), numerical=True, return_error=True)
+    assert bool(((found - torch.eye(3)).abs() <= error).all())
+
+
+def test_forward_mode_makes_sparse_results() -> None:
+    keywords: dict[str, Any] = {"vectorize": True, "strategy": "forward-mode"}
+    found = functional.jacobian(torch.sin, X, sparse=True, **keywords)
+    assert found.layout is torch.sparse_coo
+    assert_same(found.to_dense(), torchs.jacobian(torch.sin, X, **keywords), 1e-15)
