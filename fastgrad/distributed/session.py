@@ -115,7 +115,9 @@ class Member:
                 leaves.append(cotangent.to(output.device, output.dtype, copy=True).requires_grad_(order.record))
                 used.append((output, leaves[-1]))
             elif order.record:  # a leaf without a gradient
-                leaves.append(torch.zeros_like(torch.zeros(()) if output is None else output).requires_grad_())
+                is_number = output is not None and (output.is_floating_point() or output.is_complex())
+                like = output if output is not None and is_number else torch.zeros(())
+                leaves.append(torch.zeros_like(like).requires_grad_())
         gradients: Sequence[Tensor | None] = [None] * len(graph.inputs)
         if used:
             outputs, cotangents = zip(*used, strict=True)

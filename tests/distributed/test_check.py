@@ -174,3 +174,13 @@ def test_calls_and_parts_that_differ_are_named(others: list[_About], error: type
 def test_parts_that_fit_are_accepted() -> None:
     _refuse_what_does_not_fit([about(leaf(3)), about(leaf(3))], [0])
     _refuse_what_does_not_fit([about(leaf(3), Shard(0)), about(leaf(5), Shard(0))], [0])
+
+
+@pytest.mark.parametrize("other", [lambda x: 2 * x.detach(), lambda x: (x > 0).double(), lambda x: x > 0])
+def test_a_result_without_derivatives_has_no_part_in_second_derivatives(other: Any) -> None:
+    def func(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin() * y, other(x)
+
+    keywords: dict[str, Any] = {"placements": [Shard(0)] * 2, "outputs": [Shard(0)] * 2, "order": 2}
+    assert fastgrad.distributed.check(func, (leaf(3), leaf(3)), **keywords).verdict == "passed"
+    assert fastgrad.check(func, (leaf(3), leaf(3)), order=2).verdict == "passed"
