@@ -266,3 +266,31 @@ def test_a_process_that_is_killed() -> None:
     assert killed == 1
     assert calls < 253
     assert report == outcome(func, make, keywords, None)
+
+
+@pytest.mark.parametrize("n", [3, 40])
+def test_complex_tangents_of_real_outputs_fail_with_a_checkpoint_too(n: int, path: Path) -> None:
+    class ComplexTangent(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 2 * grad
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return (2 * tangent).to(torch.complex128)
+
+    x = torch.linspace(0.2, 0.9, n, dtype=torch.float64).requires_grad_()
+    keywords: dict[str, Any] = {"check_forward_ad": True, "check_grad_dtypes": True, "engine": "dense"}
+    expected = fastgrad.check(ComplexTangent.apply, x, **keywords)
+    report = fastgrad.check(ComplexTangent.apply, x, checkpoint=path, **keywords)
+    for found in (expected, report):
+        assert found.failure is not None
+        assert found.failure.kind == "tangent dtype"
+    assert not path.exists()

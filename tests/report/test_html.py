@@ -100,6 +100,8 @@ def test_the_page_of_a_passed_check() -> None:
     assert "figure" not in page.tags
     assert "backward is linear in grad_output" in page.text
     assert "Failure" not in page.text
+    assert "JVPs" not in page.text
+    assert "JVPs" in Page(run(torch.sin, uniform(3), check_forward_ad=True).to_html()).text
 
 
 def test_a_page_needs_nothing_else(text_of_failed: str) -> None:

@@ -28,7 +28,7 @@ from fastgrad.report.data import Certificate, Environment, Pair, Plan
 from fastgrad.report.evidence import Cause, Sample
 from fastgrad.report.failure import Comparison, Difference, Entry, Extent, Failure, Span, Subject
 from fastgrad.report.json_form import LARGEST_TENSOR, SCHEMA
-from fastgrad.report.messages import extent_text, size_text, verdict_line
+from fastgrad.report.messages import extent_text, places_text, size_text, verdict_line
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import spans
@@ -474,7 +474,9 @@ def test_a_failed_report_reads_as_the_error() -> None:
     assert str(pickle.loads(pickle.dumps(raised.value)).report) == str(raised.value)
 
 
-@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5 GiB")])
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5 GiB"), (5 << 50, "5120 TiB")]
+)
 def test_sizes(size: int, text: str) -> None:
     assert size_text(size) == text
 
@@ -683,3 +685,17 @@ def test_a_report_shows_in_one_line() -> None:
     assert (
         repr([dataclasses.replace(report, plan=None)]) == "[<Report: passed, 12 x 3, no engine, 1 evaluation, 14 VJPs>]"
     )
+
+
+@pytest.mark.parametrize(
+    ("span", "text"),
+    [
+        (Span(size=9, count=9, first=0, last=8, step=1), "all"),
+        (Span(size=9, count=1, first=5, last=5, step=None), "5"),
+        (Span(size=9, count=3, first=1, last=7, step=3), "1:8:3"),
+        (Span(size=9, count=3, first=1, last=7, step=None, places=(1, 4, 7)), "{1, 4, 7}"),
+        (Span(size=99, count=40, first=3, last=90, step=None), "within 3:91"),
+    ],
+)
+def test_places(span: Span, text: str) -> None:
+    assert places_text(span) == text

@@ -377,6 +377,7 @@ def only_at(point: Tensor) -> Any:
             "func raises or is not finite",
         ),
         ("derivatives: under vmap", only_at(numbers(3)), numbers(3), "func raises or is not finite"),
+        ("derivatives: under vmap", lambda x: (x > 0).double(), numbers(3), "no output requires grad"),
         ("compiled: inductor", torch.sin, numbers(3), "there is no C++ compiler"),
         ("compiled: opcheck", torch.sin, numbers(3), "func is not an operator of torch.library"),
     ],
