@@ -477,8 +477,8 @@ class _Verdict:
         self._statistics = ops.compare(*entries, *tolerances, domains == {True}, False).tolist()
         return bool(self._statistics[0])
 
-    def _beside_other_entries(self, failure: Failure) -> Failure:
-        """The failure to report, given a mismatch on the pattern.
+    def _beside_other_entries(self, failure: Failure) -> Failure | Incomplete:
+        """The failure to report, given a mismatch on the pattern; or what the pattern lacks.
 
         If the pattern lacks entries, only an entry that was computed alone is reported, or a larger error elsewhere.
         """
@@ -489,7 +489,12 @@ class _Verdict:
             lacks_entries = lacks_entries or elsewhere.refuted or elsewhere.rows.size > 0
         if lacks_entries and failure.comparison is not None and failure.comparison.exhaustive:
             self.findings = Findings()  # its pairs count sums
-            failure = self._confirmed_mismatch(may_be_sums=True) or failure
+            confirmed = self._confirmed_mismatch(may_be_sums=True)
+            if confirmed is None and isinstance(elsewhere, Failure):
+                return elsewhere
+            if confirmed is None:  # what differs are sums of entries
+                return self._certified() or incomplete([], refuted=True)
+            failure = confirmed
         return _with_entries_elsewhere(self._problem, self.findings, failure, elsewhere, lacks_entries)
 
     def _confirmed_mismatch(self, may_be_sums: bool = False) -> Failure | None:
@@ -619,7 +624,7 @@ def _screen_excluded(problem: Problem, settings: Settings, compression: Compress
             return screening
         _note_certified(findings, int(compression.excluded_rows.sum()), "row", screening)
         if screening.bound > SMALL_BOUND * settings.atol:
-            findings.note_undecided(screening.bound)
+            findings.note_undecided(settings.of_entries(screening.bound))
     if compression.excluded_columns is None:
         return Screening()
     # A few are screened one by one: next to the entry of another column, a small entry would be lost in rounding.

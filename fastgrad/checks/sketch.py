@@ -82,8 +82,8 @@ class Screening:
     certificates
         The certificates, if nothing was found and nothing is undecided.
     bound
-        Errors of single entries are found from this size on. It may exceed the tolerance of a small entry that is next
-        to larger ones.
+        Errors of single entries are found from this size on, in inputs with the smallest atol. It may exceed the
+        tolerance of a small entry that is next to larger ones.
     """
 
     failure: Failure | None = None
@@ -208,7 +208,7 @@ class _Screen:
 
     def _undecided(self, size: float) -> Screening:
         """The result if errors up to this size, or those that the sums do not show, may be hidden."""
-        return Screening(undecided=max(size, float(self._hidden.amax())))
+        return Screening(undecided=self._settings.of_entries(max(size, float(self._hidden.amax()))))
 
     def _known(self, weight: Tensor) -> Mapping[int, Tensor]:
         """VJPs of the same cotangents in an earlier sketch, by their numbers."""
@@ -304,19 +304,18 @@ def verified(settings: Settings, bound: float, unresolved: float = 0.0) -> Scree
     bound: the size of an error that the sums show; unresolved: the possible error of an entry that no step settled.
     """
     if unresolved:
-        return Screening(undecided=max(bound, unresolved))
-    cancelling = detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0)
-    certificates = _sketch_certificates(bound, cancelling, settings.atol, settings.confidence)
+        return Screening(undecided=settings.of_entries(max(bound, unresolved)))
+    cancelling = settings.of_entries(detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0))
+    size = "its tolerance" if bound <= settings.atol else "the bound"
+    certificates = _sketch_certificates(size, settings.of_entries(bound), cancelling, settings.confidence)
     return Screening(certificates=certificates, bound=bound)
 
 
 @lru_cache(16)
-def _sketch_certificates(bound: float, cancelling: float, atol: float, confidence: float) -> tuple[Certificate, ...]:
+def _sketch_certificates(size: str, bound: float, cancelling: float, confidence: float) -> tuple[Certificate, ...]:
     count = sketch_size(confidence)
     method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
     pairs = f"the same sums, with probability {confidence:.10g}"
-    # A small entry next to larger entries of its row may be off by more than its own tolerance.
-    size = "its tolerance" if bound <= atol else "the bound"
     return (
         Certificate(f"no single entry is wrong by more than {size}", method, bound),
         Certificate("no two errors cancel each other in a row or a column", pairs, cancelling),

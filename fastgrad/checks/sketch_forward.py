@@ -93,7 +93,7 @@ class _ForwardScreen:
                 break  # another step size shows nothing else, or the exact engine costs no more
             eps = next_step(settings, differences, base, self._pending)
         hidden = float(self._hidden[self._pending].amax())
-        return Screening(undecided=max(self._bound, self._unresolved, self._nonlinear, hidden))
+        return self._undecided(hidden)
 
     def _domains_match(self) -> bool:
         """Whether complex outputs have complex tangents and real outputs real ones, if that is checked."""
@@ -105,8 +105,12 @@ class _ForwardScreen:
 
     def _verified(self) -> Screening:
         if self._unresolved or self._nonlinear:
-            return Screening(undecided=max(self._unresolved, self._nonlinear, self._bound))
-        return Screening(certificates=(sums_certificate(self._count, self._bound, self._settings.atol),))
+            return self._undecided(self._bound)
+        return Screening(certificates=(sums_certificate(self._count, self._bound, self._settings),))
+
+    def _undecided(self, hidden: float) -> Screening:
+        size = max(self._bound, self._unresolved, self._nonlinear, hidden)
+        return Screening(undecided=self._settings.of_entries(size))
 
     def _allowed(self, differences: Differences, tangents: Tensor) -> Tensor:
         rounding = ROUNDING * self._problem.unit_roundoff * (tangents.abs() + differences.derivatives.abs())

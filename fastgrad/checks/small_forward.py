@@ -101,7 +101,7 @@ def _products_agree(
         return False
     if differ(*sums, settings.atol, False):
         return False
-    check.certificates.append(sums_certificate(count, bound, settings.atol))
+    check.certificates.append(sums_certificate(count, bound, settings))
     return True
 
 

@@ -103,9 +103,9 @@ def sketch_size(confidence: float) -> int:
 
 
 def detection_limit(settings: Settings) -> float:
-    """The size from which errors that cancel in a row or a column are found with `settings.confidence`."""
-    count = sketch_size(settings.confidence)
-    return float(settings.atol / 4 * (2 / (1 - settings.confidence)) ** (1 / count))
+    """The size, at least atol, from which errors that cancel in a row or a column are found."""
+    ratio = (2 / (1 - settings.confidence)) ** (1 / sketch_size(settings.confidence))
+    return settings.atol * max(1.0, float(ratio) / 4)
 
 
 def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:

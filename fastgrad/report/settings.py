@@ -83,6 +83,10 @@ class Settings(Tolerances):
         """The tolerances of an input, by the index of its block."""
         return self.inputs[index] if self.inputs else self
 
+    def of_entries(self, error: float) -> float:
+        """The error of an entry whose share in sums over inputs is `error`. Sums weight inputs by their atol."""
+        return error * self.loosest().atol / self.atol if self.atol else error
+
     def loosest(self) -> Tolerances:
         """The largest step and tolerances of all inputs, for sums over inputs."""
         largest = (max(getattr(own, name) for own in self.inputs) for name in ("eps", "atol", "rtol"))

@@ -428,9 +428,11 @@ class LinearityTest:
         return torch.minimum(moved * MEASURED, at_most)
 
     def _nonlinear(self, gradients: Tensor) -> Failure | None:
-        own = tolerances(self._problem, self._settings)
+        atol, rtol = tolerances(self._problem, self._settings)
+        rtol = rtol + ROUNDING * self._problem.unit_roundoff
         measured = partial(self._movement_allowed, gradients)
-        found = disagreement(self.cotangents, gradients, self._sums, self._squares, self._settings, *own, measured)
+        sums = self._sums, self._squares
+        found = disagreement(self.cotangents, gradients, *sums, self._settings, atol, rtol, measured)
         return self._diagnosed(*found[:2], gradients, found[2]) if found else None
 
     def _vjps(self, scale: float = 1.0) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
+from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import TANGENT_STREAM
 from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import REPEAT_SCALE, TangentBlock
@@ -68,12 +69,13 @@ def combined_tangents(directions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     return combined, torch.tensor(shares, dtype=torch.float64, device=directions.device)
 
 
-def sums_certificate(count: int, bound: float, atol: float) -> Certificate:
-    """The certificate of products with `count` random tangents."""
+def sums_certificate(count: int, bound: float, settings: Settings) -> Certificate:
+    """The certificate of products with `count` random tangents; bound: in inputs with the smallest atol."""
     # A small entry next to larger entries of its row may be off by more than its own tolerance.
-    claim = f"no single entry of forward mode is wrong by more than {'its tolerance' if bound <= atol else 'the bound'}"
+    size = "its tolerance" if bound <= settings.atol else "the bound"
+    claim = f"no single entry of forward mode is wrong by more than {size}"
     method = f"{count} random directions: J u by forward mode against differences, output by output"
-    return Certificate(claim, method, bound)
+    return Certificate(claim, method, settings.of_entries(bound))
 
 
 class TangentLinearityTest:
@@ -113,7 +115,8 @@ class TangentLinearityTest:
             detail = f"it raised {type(error).__name__} for a random tangent"
             return Failure("nonlinear", mode="forward", detail=detail, cause=error)
         own = self._settings.loosest()
-        wrong = disagreement(self._directions, products, self._sums, self._squares, self._settings, own.atol, own.rtol)
+        rtol = own.rtol + ROUNDING * self._problem.unit_roundoff
+        wrong = disagreement(self._directions, products, self._sums, self._squares, self._settings, own.atol, rtol)
         self._error = (products - self._sums).nan_to_num_(0.0, 0.0, 0.0)  # infinite entries were compared before
         if wrong is None:
             if largest(self._error) <= self._settings.atol:

@@ -585,3 +585,44 @@ def test_a_failure_on_the_pattern_hides_no_larger_one_outside(func: Any, inputs:
     assert not comparison.on_pattern
     assert comparison.mismatches == 2 or not comparison.exhaustive
     assert not [pair for pair in report.pairs if pair.agrees]
+
+
+def test_sums_of_small_entries_next_to_large_ones_are_no_wrong_entry() -> None:
+    # The pattern that is tried lacks the entries 9e-6, so in compressed Jacobians seven of them are added up.
+    n, shared = 400, 50
+    generator = torch.Generator().manual_seed(0)
+    sizes = 1e7 * (1 + torch.rand(n, dtype=torch.float64, generator=generator))
+    index = torch.arange(n) % shared
+
+    def func(x: Tensor) -> Tensor:
+        own, small = x[:n], x[n:]
+        return torch.cat([sizes * own + 9e-6 * small[index], 0.5 * small])
+
+    x = torch.randn(n + shared, dtype=torch.float64, generator=generator).requires_grad_()
+    assert fastgrad.check(func, x).passed
+
+
+class ScaledBand(torch.autograd.Function):
+    """A band matrix times x; its rows are multiplied by `sizes`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, sizes: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(sizes)
+        return sizes * (x + x.roll(-1) - x.roll(-2))
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (sizes,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        v = sizes * g
+        return v + v.roll(1) - v.roll(2), None
+
+
+@pytest.mark.parametrize("n", [60, 800])
+def test_rounding_of_large_products_is_no_failure_without_a_relative_tolerance(n: int) -> None:
+    # All points, sizes and steps are such that the differences are exact.
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        sizes = 2.0 ** torch.randint(0, 31, (n,), generator=generator).double()
+        x = torch.randint(-4, 5, (n,), generator=generator).double().requires_grad_()
+        report = fastgrad.check(lambda x, s=sizes: ScaledBand.apply(x, s), x, eps=2.0**-20, atol=1e-8, rtol=0.0)
+        assert report.passed, report

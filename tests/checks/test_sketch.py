@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -528,3 +529,53 @@ def test_a_backward_that_raises_for_one_hot_grad_outputs_raises(n: int) -> None:
 
     with pytest.raises(ValueError, match="one-hot"):
         fast(doubled(change), normal(n))
+
+
+class WrongEntry(torch.autograd.Function):
+    """A matrix times the elements of two inputs; one entry of the second input's gradient is wrong by `error`."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, matrix: Tensor, error: float) -> Tensor:
+        return matrix @ torch.cat([x, y])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, _, matrix, error = inputs
+        ctx.n, ctx.matrix = x.numel(), matrix.clone()
+        ctx.matrix[1, -1] += error
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gradient = grad @ ctx.matrix
+        return gradient[: ctx.n], gradient[ctx.n :], None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, y: Tensor | None, *_: Any) -> Tensor:
+        n, m = ctx.n, ctx.matrix.shape[1] - ctx.n
+        parts = (part if part is not None else torch.zeros(size) for part, size in ((x, n), (y, m)))
+        return ctx.matrix @ torch.cat(list(parts)).double()
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("atol", [[1e-7, 1e-5], [1e-6, 1e-3], [1e-5, 1e-3]])
+def test_bounds_hold_for_each_input_where_tolerances_differ(atol: list[float], forward: bool) -> None:
+    modes = {"check_forward_ad": True, "check_backward_ad": False} if forward else {}
+    passed = 0
+    for seed, error in product(range(3), (5e-5, 1e-3, 5e-3, 2e-2)):
+        generator = torch.Generator().manual_seed(seed)
+        matrix = 1e4 * torch.randn(4, 53, dtype=torch.float64, generator=generator)
+        matrix[1, -1] = 0.0
+        x, y = (torch.randn(n, dtype=torch.float64, generator=generator).requires_grad_() for n in (33, 20))
+        report = fastgrad.check(
+            lambda x, y, m=matrix, e=error: WrongEntry.apply(x, y, m, e),
+            (x, y),
+            fast_mode=True,
+            engine="sketch",
+            atol=atol,
+            **modes,
+        )
+        if report.verdict == "passed":
+            passed += 1
+            (bound,) = (one.bound for one in report.certificates if one.claim.startswith("no single entry"))
+            assert error <= bound
+    assert passed
