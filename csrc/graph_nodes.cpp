@@ -63,16 +63,32 @@ const std::vector<std::string>& saved_names(const py::handle& node) {
   return found->second;
 }
 
-// Whether a tensor that the node saved is unpacked by a hook, which runs in each backward and may be any code.
-bool unpacks_by_hooks(const NodePointer& node) {
-  const auto is_hooked = [](const py::handle& saved) {
+// A subclass that intercepts every operator.
+bool is_of_python(const at::Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::Python); }
+
+// Whether a tensor that the node saved is of such a subclass. If it was changed or released, backward raises.
+bool is_of_python(const torch::autograd::SavedVariable& saved, const NodePointer& node) {
+  try {
+    return is_of_python(saved.unpack(node));
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
+// Whether a tensor that the node saved runs any code in each backward: when a hook unpacks it, or as a subclass.
+bool saves_custom_code(const NodePointer& node) {
+  const auto runs_code = [&](const py::handle& saved) {
     py::detail::make_caster<torch::autograd::SavedVariable> caster;
-    return caster.load(saved, false) && static_cast<torch::autograd::SavedVariable&>(caster).has_hooks();
+    if (!caster.load(saved, false)) {
+      return false;
+    }
+    const auto& variable = static_cast<torch::autograd::SavedVariable&>(caster);
+    return variable.has_hooks() || is_of_python(variable, node);
   };
   const auto object = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node));
   for (const std::string& name : saved_names(object)) {
     const py::object saved = object.attr(name.c_str());
-    if (py::isinstance<py::tuple>(saved) ? std::any_of(saved.begin(), saved.end(), is_hooked) : is_hooked(saved)) {
+    if (py::isinstance<py::tuple>(saved) ? std::any_of(saved.begin(), saved.end(), runs_code) : runs_code(saved)) {
       return true;
     }
   }
@@ -87,14 +103,11 @@ bool is_custom(const torch::autograd::Node& node) {
 }
 
 bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
-  using torch::autograd::Node;
-  constexpr size_t most_nodes = 10000;                      // visiting them takes a microsecond each
-  const auto is_of_python = [](const at::Tensor& tensor) {  // a subclass that intercepts every operator
-    return tensor.key_set().has(c10::DispatchKey::Python);
-  };
+  constexpr size_t most_nodes = 10000;  // visiting them takes a microsecond each
+  const auto runs_code = [](const at::Tensor& tensor) { return is_of_python(tensor); };
   const auto is_hooked = [](const at::Tensor& input) { return !torch::autograd::impl::hooks(input).empty(); };
-  if (c10::impl::TorchDispatchModeTLS::any_modes_set() || std::any_of(outputs.begin(), outputs.end(), is_of_python) ||
-      std::any_of(inputs.begin(), inputs.end(), is_of_python) || std::any_of(inputs.begin(), inputs.end(), is_hooked)) {
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set() || std::any_of(outputs.begin(), outputs.end(), runs_code) ||
+      std::any_of(inputs.begin(), inputs.end(), runs_code) || std::any_of(inputs.begin(), inputs.end(), is_hooked)) {
     return false;
   }
   bool found_none = true;
@@ -102,7 +115,7 @@ bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vect
   visit_backward(outputs, [&](const NodePointer& node) {
     const bool hooks = !node->pre_hooks().empty() || !node->post_hooks().empty() || !node->tensor_pre_hooks().empty() ||
                        !node->retains_grad_hooks().empty();
-    found_none = found_none && !hooks && !is_custom(*node) && ++nodes <= most_nodes && !unpacks_by_hooks(node);
+    found_none = found_none && !hooks && !is_custom(*node) && ++nodes <= most_nodes && !saves_custom_code(node);
     return found_none;
   });
   return found_none;

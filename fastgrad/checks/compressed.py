@@ -490,10 +490,9 @@ class _Verdict:
         if lacks_entries and failure.comparison is not None and failure.comparison.exhaustive:
             self.findings = Findings()  # its pairs count sums
             confirmed = self._confirmed_mismatch(may_be_sums=True)
-            if confirmed is None and isinstance(elsewhere, Failure):
-                return elsewhere
             if confirmed is None:  # what differs are sums of entries
-                return self._certified() or incomplete([], refuted=True)
+                found = elsewhere if isinstance(elsewhere, Failure) else self._certified()
+                return found or incomplete([], refuted=True)
             failure = confirmed
         return _with_entries_elsewhere(self._problem, self.findings, failure, elsewhere, lacks_entries)
 
@@ -531,11 +530,8 @@ class _Verdict:
                 continue
             if not are_sums or any(block.is_complex for block in (*self._problem.inputs, *self._problem.outputs)):
                 return self._mismatch()
-            failure, unresolved = entries_failure(
-                self._problem,
-                self._settings,
-                *(values[wrong] for values in (rows, columns, self._of_backward.values, self.numerical)),
-            )
+            entries = (values[wrong] for values in (rows, columns, self._of_backward.values, self.numerical))
+            failure, unresolved = entries_failure(self._problem, self._settings, *entries)
             if failure is not None:
                 return failure
             if unresolved:

@@ -14,6 +14,7 @@ from fastgrad.checks.one_block import (
     jacobian,
     product_at_hand,
     same_afterwards,
+    same_on_first_graph,
     single_rows,
     take_calls,
     whole_backward,
@@ -130,7 +131,7 @@ def _jacobian_failure(
         # Not for a custom backward, because repeated calls test the same; and not for a later graph, because it was
         # recorded after other evaluations anyway.
         is_asked = findings.on_first_graph and not problem.is_custom
-        if is_asked and not same_afterwards(problem, settings, *product_at_hand(problem, settings, backward)):
+        if is_asked and not _are_same(problem, settings, *product_at_hand(problem, settings, backward)):
             backward, findings.moved = None, True
         elif agrees(problem, settings, backward, columns, findings):
             if calls is not None and calls.rows:
@@ -161,6 +162,12 @@ def _jacobian_failure(
             return failure
         findings.certificates.append(linearity.certificate())
     return forward.failure() if forward is not None else None
+
+
+def _are_same(problem: Problem, settings: Settings, cotangents: Tensor, gradients: Tensor, row: int) -> bool:
+    """Whether the first graph and a new one give the same gradient, after other evaluations."""
+    product = cotangents, gradients, row
+    return same_on_first_graph(problem, settings, *product) and same_afterwards(problem, settings, *product)
 
 
 def _linearity_failure(problem: Problem, linearity: LinearityTest, settings: Settings) -> Failure | None:

@@ -105,13 +105,23 @@ def same_afterwards(
 
     cotangents, gradients, row: a VJP among others, as from `product_at_hand`.
     """
-    cotangent, known = cotangents[row], gradients[row]
-    _, other = problem.first_other_vjp(cotangent[None], [-1], [0], known[None])
-    if other is None:
-        return True
+    _, other = problem.first_other_vjp(cotangents[row][None], [-1], [0], gradients[row][None])
+    return other is None or _are_near(settings, cotangents[row], other[0], gradients[row])
+
+
+def same_on_first_graph(problem: Problem, settings: Settings, cotangents: Tensor, gradients: Tensor, row: int) -> bool:
+    """Whether the first graph still gives the same gradient; arguments: as in `same_afterwards`.
+
+    torch's checker also runs backward on its first graph, after other evaluations, which may write into what it saved.
+    """
+    again = problem.vjp_of_first_graph(cotangents[row][None])[0]
+    return _are_near(settings, cotangents[row], again, gradients[row])
+
+
+def _are_near(settings: Settings, cotangent: Tensor, again: Tensor, known: Tensor) -> bool:
     size = largest(known.nan_to_num(0.0, 0.0, 0.0))
     allowed = settings.atol + settings.rtol * size + settings.nondet_tol * float(cotangent.abs().sum())
-    return not differ(other, known[None], allowed, False)
+    return not differ(again[None], known[None], allowed, False)
 
 
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:

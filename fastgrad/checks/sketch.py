@@ -395,7 +395,8 @@ def _row_by_row(
     for number, cotangent in enumerate(rows):
         try:
             vector = cotangent.vector()
-            values, allowed, gradient = residual_row(problem, settings, differences, cotangent, vector)
+            first_graph = repeat and not number
+            values, allowed, gradient = residual_row(problem, settings, differences, cotangent, vector, first_graph)
             failure = None
             if repeat and number == REPEATED:
                 repeats = problem.vjp(vector.expand(RUNS - 1, -1))

@@ -65,21 +65,25 @@ def numerical_columns(check: SmallCheck, settings: Settings) -> Tensor | None:
 def sums_agree(check: SmallCheck, settings: Settings) -> bool:
     """Compares sums of entries along random directions; returns whether nothing is left to judge.
 
-    A few VJPs run on the graph of the first evaluation. Then the differences are computed. Then all VJPs run on a new
-    graph; torch's checker also records its graph after the differences. Outputs whose differences are noisy have
+    A few VJPs run on the graph of the first evaluation, those of a custom backward before and after the differences.
+    Then all VJPs run on a new graph, which is recorded after the differences. Outputs whose differences are noisy have
     smaller weights, as far as their tolerances allow.
     """
     problem, count = check.problem, sketch_size(settings.confidence)
     plain = _plain(check, settings)
-    early = check.noted(partial(_early_vjps, check, plain))
-    if early is None:
+    run_early = partial(check.noted, partial(_early_vjps, check, plain))
+    early = run_early() if problem.is_custom else None
+    if early is None and problem.is_custom:
         return False
     done: tuple[ScreeningGradOutputs, Tensor] | None = None
     for differences, weight, bound in differences_by_step(check, settings):
-        if done is None and problem.is_custom:
+        if early is not None and done is None:
             again = check.noted(partial(_run_after_differences, check, settings, plain, early))
             if again is None or check.moved:
                 return False
+        early = run_early() if early is None else early
+        if early is None:
+            return False
         if done is None or done[0] is not plain or weight.numel():
             made = (
                 weighted_grad_outputs(_layout(check), settings.seed, count, problem.is_custom, weight)
@@ -98,6 +102,9 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
             check.bound, check.differences = bound, (differences, weight, bound)
             third = partial(_same_on_third, check, settings, *done)
             return not problem.is_custom or check.noted(third) is not None
+    early = run_early() if early is None else early
+    if early is None:
+        return False
     if check.steps and not check.moved and not check.irreproducible and check.changed is None:
         check.left_open = early
     if check.products is None:
@@ -225,7 +232,7 @@ def _values_move(check: SmallCheck, settings: Settings) -> bool:
 
 @phase("backward")
 def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
-    """VJPs on the first graph: a multiple of a dense grad_output and, of custom code, one-hot ones."""
+    """VJPs on the first graph: of a multiple of a dense grad_output and, for custom code, of a one-hot one."""
     check.vjps += len(plain.early_only)
     return check.problem.vjps(plain.early, [Layout.CONTIGUOUS] * len(plain.early_only), plain.early_only)[0]
 

@@ -306,10 +306,19 @@ class Sketch:
 
 
 def residual_row(
-    problem: Problem, settings: Settings, differences: Differences, cotangent: Cotangent, vector: Tensor
+    problem: Problem,
+    settings: Settings,
+    differences: Differences,
+    cotangent: Cotangent,
+    vector: Tensor,
+    first_graph: bool = False,
 ) -> tuple[list[float], list[float], Tensor]:
-    """One row of the sketch, for a cotangent and its vector; its allowed error; and the VJP, shape (n,)."""
-    gradient = problem.vjp(vector.unsqueeze(0), [cotangent.layout])[0]
+    """One row of the sketch, for a cotangent and its vector; its allowed error; and the VJP, shape (n,).
+
+    first_graph: whether the VJP is run on the first graph, which func may have changed since.
+    """
+    vjp = problem.vjp_of_first_graph if first_graph else problem.vjp
+    gradient = vjp(vector.unsqueeze(0), [cotangent.layout])[0]
     sums = ops.dots(differences.derivatives, vector), ops.dots(differences.directions, gradient)
     # A few numbers each: Python compares them faster than operators do, and one copy fetches them from a device.
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))

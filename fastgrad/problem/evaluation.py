@@ -107,7 +107,8 @@ class Evaluation:
         self.func = func
         self._arguments = arguments
         self._recorded: _Recorded | None = None
-        self._first: _Recorded | None = None  # of a custom backward, kept until other evaluations have followed
+        self._first: _Recorded | None = None  # kept until other evaluations have followed
+        self._first_number = 1
         self._base: Tensor | None = None
         self._coordinates: Tensor | None = None
         self._input_tensors = [block.tensor for block in self.inputs]
@@ -187,7 +188,7 @@ class Evaluation:
             self.nodes, self.custom_nodes = native.count_nodes(graph, MOST_NODES)
             self.is_custom = not native.runs_no_custom_code(graph, self._input_tensors)
             self.vectorizes = not self.is_custom
-            self._first = self._recorded if self.is_custom else None
+            self._first = self._recorded
         self._specs = [native.OutputSpec(block.position, block.tensor) for block in self.outputs]
         self._ulps = [spacing(block.tensor.dtype) for block in self.outputs]
         self.unit_roundoff = max([*self._ulps, *[spacing(block.tensor.dtype) for block in self.inputs]]) / 2

@@ -85,7 +85,7 @@ class Settings(Tolerances):
 
     def of_entries(self, error: float) -> float:
         """The error of an entry whose share in sums over inputs is `error`. Sums weight inputs by their atol."""
-        return error * self.loosest().atol / self.atol if self.atol else error
+        return error * self.loosest().atol / self.atol if self.inputs and self.atol else error
 
     def loosest(self) -> Tolerances:
         """The largest step and tolerances of all inputs, for sums over inputs."""

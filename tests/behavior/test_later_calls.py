@@ -65,6 +65,30 @@ def test_a_graph_whose_buffers_are_used_again_after_many_forwards(n: int, count:
     assert fastgrad.check(sin_with_buffers(Tensor.zero_, 10_000), leaf(n), engine=engine).passed
 
 
+def exp_that_zeroes_older_results(count: int) -> Callable[[Tensor], Tensor]:
+    """exp; a result that is not one of the last `count` ones is zeroed without autograd's notice."""
+    results: list[Tensor] = []
+
+    def func(x: Tensor) -> Tensor:
+        y = x.exp()
+        results.append(y.detach())
+        if len(results) > count:
+            results.pop(0).data.zero_()
+        return y
+
+    return func
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("n", [5, 12, 30, 100])
+@pytest.mark.parametrize("keywords", [{}, {"engine": "dense"}, {"engine": "compressed"}, {"fast_mode": True}])
+def test_a_later_call_writes_into_what_a_builtin_backward_reads(n: int, count: int, keywords: dict[str, Any]) -> None:
+    report = fastgrad.check(exp_that_zeroes_older_results(count), leaf(n), **keywords)
+    assert report.failure is not None
+    assert report.failure.kind in ("nondeterministic", "mismatch")
+    assert fastgrad.check(exp_that_zeroes_older_results(10_000), leaf(n), **keywords).passed
+
+
 def test_func_that_changes_while_it_is_evaluated_at_the_inputs() -> None:
     calls = 0
 

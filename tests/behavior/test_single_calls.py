@@ -247,3 +247,42 @@ def test_each_call_of_a_backward_counts_if_rounding_is_large(n: int, scale: floa
     for wrong in range(1, calls - 1):  # the last two get zeros
         calls = 0
         assert verdict() == "failed", wrong
+
+
+class _Wrapped(torch.Tensor):
+    """A constant factor whose operators run in Python and return plain tensors; one of its calls in backward is wrong.
+
+    Factors of quantized weights work like this.
+    """
+
+    values: Tensor
+    wrong_call: int
+    calls: int
+
+    @staticmethod
+    def __new__(cls, values: Tensor, wrong_call: int) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+        made.values, made.wrong_call, made.calls = values, wrong_call, 0
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*(value.values if isinstance(value, _Wrapped) else value for value in args), **(kwargs or {}))
+        for factor in (value for value in args if isinstance(value, _Wrapped)):
+            if torch._C._current_autograd_node() is not None:  # in a backward
+                factor.calls += 1
+                result = result + 0.5 if factor.calls == factor.wrong_call else result
+        return result
+
+
+@pytest.mark.parametrize("keywords", [{}, {"engine": "dense"}, {"fast_mode": True}], ids=str)
+@pytest.mark.parametrize("n", [5, 20, 60])
+def test_backward_of_a_wrapped_factor_in_one_call(n: int, keywords: dict[str, Any]) -> None:
+    x = torch.linspace(0.2, 0.9, n, dtype=torch.float64, requires_grad=True)
+    values = torch.linspace(1.0, 2.0, n, dtype=torch.float64)
+    right = _Wrapped(values, 0)
+    assert fastgrad.check(lambda x: x * right, x, **keywords).passed
+    assert right.calls > 3
+    for wrong_call in range(1, right.calls + 1, 2):
+        factor = _Wrapped(values, wrong_call)
+        assert not fastgrad.check(lambda x, factor=factor: x * factor, x, **keywords).passed, wrong_call

@@ -368,7 +368,7 @@ def test_memory_stays_near_the_vectors() -> None:
         text=True,
         check=True,
     )
-    assert 5 < float(result.stdout) <= 20, "five at least: it is measured at all"
+    assert 5 < float(result.stdout) <= 21, "five at least: it is measured at all"
 
 
 def uniform(n: int, seed: int) -> Tensor:

@@ -109,8 +109,8 @@ def test_a_wrong_second_derivative_of_dtensors_fails() -> None:
     ("dims", "keywords", "error", "text"),
     [
         (2, {}, NotImplementedError, "is a DTensor of a mesh with 2 dimensions"),
-        (1, {"placements": [Replicate()]}, ValueError, "do not pass another one"),
-        (1, {"gradients": [Partial()]}, ValueError, "do not pass another one"),
+        (1, {"placements": [Replicate()]}, ValueError, "pass no other placement"),
+        (1, {"gradients": [Partial()]}, ValueError, "pass no other placement"),
     ],
 )
 def test_dtensors_that_cannot_be(dims: int, keywords: dict[str, Any], error: type[Exception], text: str) -> None:

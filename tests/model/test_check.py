@@ -615,7 +615,7 @@ def test_where_a_path_ends_is_not_said_of_a_model_that_runs_other_operations_in_
     report = check_model(Alternating(nn.Linear(4, 4), Tensor.detach), x, squared)
     assert [finding.kind for finding in report.findings] == ["detached"]
     text = report.findings[0].text
-    assert text == "linear.weight, linear.bias gets no gradient, but the loss depends on it"
+    assert text == "linear.weight, linear.bias get no gradient, but the loss depends on them"
     assert report.findings[0].parameters == ("linear.weight", "linear.bias")
     normalized = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
     report = check_model(Alternating(normalized, torch.tanh), x, squared)
@@ -663,7 +663,7 @@ def test_of_many_parameters_the_first_are_named() -> None:
             return y
 
     report = check_model(Detached(), torch.randn(8, 4), squared)
-    assert "maps.0.weight, maps.0.bias, maps.1.weight and 3 more gets no gradient" in report.findings[0].text
+    assert "maps.0.weight, maps.0.bias, maps.1.weight and 3 more get no gradient" in report.findings[0].text
     assert len(report.findings[0].parameters) == 6
     assert "parameters: maps.0.weight, maps.0.bias, maps.1.weight, maps.1.bias and 2 more" in str(report)
 
@@ -802,7 +802,7 @@ def test_modes_and_hooks_that_forward_changes_are_restored() -> None:
 
 
 def test_a_loss_that_is_no_tensor_is_refused_and_a_constant_one_is_a_finding() -> None:
-    with pytest.raises(TypeError, match="a real tensor of one element is needed, got float"):
+    with pytest.raises(TypeError, match="loss must return a real tensor of one element, got float"):
         check_model(nn.Linear(4, 4), torch.randn(8, 4), lambda y: float(y.sum()))
     report = check_model(nn.Linear(4, 4), torch.randn(8, 4), lambda y: y.detach().sum())
     assert report.findings[0].kind == "detached"
