@@ -328,10 +328,13 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     columns_lost = lost.any(0)
     kept = (a != 0).any(0)
     share = lost[:, columns_lost].sum() / max(1, int((n[:, columns_lost] != 0).sum()))
-    spread = int(columns_lost.sum()) * 2 >= int(columns.sum())
+    spread = int(columns_lost.sum()) * 10 >= int(columns.sum()) * 9
+    # If only whole rows are lost, backward omits these outputs, not a sum, unless each depends on a single element.
+    of_one = bool(((n != 0).sum(1) <= 1).all())
+    in_rows = of_one or bool(lost[(a != 0).any(1)].any())
     both = int((columns_lost & kept).sum()) * 2 >= int(columns_lost.sum()) > 0
     # Each output depends on at most one element of the input, and each such element has one nonzero analytical entry.
-    single = bool(((n != 0).sum(1) <= 1).all()) and bool((((a != 0).sum(0) == 1) | ~columns).all())
+    single = of_one and bool((((a != 0).sum(0) == 1) | ~columns).all())
     if bool((lost == wrong).all()) and total and single and not _broadcast_dims(sample):
         yield Cause(
             "overwritten",
@@ -341,7 +344,7 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
             0.94,
         )
         return
-    if not bool(extra.any()) and int(lost.sum()) * 2 >= total > 1 and both and spread and float(share) >= 0.45:
+    if not bool(extra.any()) and int(lost.sum()) * 2 >= total > 1 and both and spread and in_rows and share >= 0.45:
         yield Cause(
             "missing reduction",
             "each element's gradient omits most of the outputs that depend on it: a sum or a mean over "
