@@ -490,10 +490,15 @@ def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Toler
     # These also explain the right entries, so no cause from the positions of the wrong ones is needed.
     replaces_places = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
     if not any(cause.name in replaces_places for cause in structure):
-        output, input_ = names_of(report, failure)
-        found += place_causes(sample, (input_, "the output" if report.input_names else output), settings)
+        found += place_causes(sample, places_named(report, failure), settings, evidence.places or ())
     found += _of_precision(sample)
     return found
+
+
+def places_named(report: Report, failure: Failure) -> tuple[str, str]:
+    """The names of the input and the output in causes from positions."""
+    output, input_ = names_of(report, failure)
+    return input_, "the output" if report.input_names else output
 
 
 def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int) -> Iterator[Cause]:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from fastgrad.core.phases import phase
 from fastgrad.diagnosis.backward_experiments import BackwardExperiments
-from fastgrad.diagnosis.causes import diagnose
+from fastgrad.diagnosis.causes import diagnose, places_named
 from fastgrad.diagnosis.func_experiments import FuncExperiments
 from fastgrad.diagnosis.hypotheses import HYPOTHESIS_CALLS, Hypotheses
+from fastgrad.diagnosis.locations import place_rules
 from fastgrad.diagnosis.samples import Samples
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import Cause, Explanation, Sample
+from fastgrad.report.messages import MOST_CAUSES
 from fastgrad.report.report import Report
 
 _GENERAL_CAUSES = {"missing reduction", "zero gradient"}
@@ -83,6 +86,8 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
             self._explain(hypotheses.cut)
         if sample is None or not sample.complete:
             self._explain(hypotheses.rearranged)
+        if sample is not None:
+            self._confirm_places(hypotheses, sample)
         causes = diagnose(replace(self._report, sample=sample, evidence=self._evidence))
         if causes and causes[0].name not in _GENERAL_CAUSES:
             return causes
@@ -93,6 +98,17 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
             self._explain(hypotheses.result_for_input)
             self._explain(lambda: hypotheses.at_changed_input(self._left))
         return ()
+
+    def _confirm_places(self, hypotheses: Hypotheses, sample: Sample) -> None:
+        """Tests the most probable rules for positions, as far as they are derived from a sample."""
+        names, own = places_named(self._report, self._failure), self._settings.of(self._failure.input or 0)
+        rules = sorted(place_rules(sample, names, own), key=lambda rule: -rule.cause.confidence)
+        found: list[tuple[str, bool]] = []
+        for rule in [rule for rule in rules if rule.sampled is not None][:MOST_CAUSES]:
+            is_right = self._try(HYPOTHESIS_CALLS, partial(hypotheses.confirms, rule))
+            if is_right is not None:
+                found.append((rule.cause.text, is_right))
+        self._note(places=tuple(found) or None)
 
     def _explain(self, hypothesis: Callable[[], Explanation | None]) -> None:
         if self._evidence.explanation is None:

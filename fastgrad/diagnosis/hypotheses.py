@@ -17,6 +17,7 @@ from fastgrad.core import native
 from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.diagnosis.autograd_graph import depends_on
 from fastgrad.diagnosis.constant_parts import ConstantPart, ConstantParts, HeldConstant
+from fastgrad.diagnosis.locations import Elements, Rule
 from fastgrad.diagnosis.rearrangements import ADJOINT, MOST_SHIFTS, Rearrangement, Side, rearrangements
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
@@ -82,6 +83,38 @@ class Hypotheses:
             "tensor.detach().requires_grad_()",
             lambda one: (one.u[self.input.slice] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
         )
+
+    def confirms(self, rule: Rule) -> bool | None:
+        """Whether sums over the places that a rule does not cover agree; None if the sums do not tell.
+
+        The sums over the places that the rule covers and the sample does not contain must disagree.
+        """
+        if rule.sampled is None or not self._sums_show_error:
+            return None
+        block = self.input if rule.side == "input" else self.output
+        elements = torch.arange(block.size // block.width, device="cpu")
+        if block.elements is not None:
+            elements = block.elements.cpu()
+        values = (self.problem.coordinates() if rule.side == "input" else self.problem.base())[block.slice].cpu()
+        covered = rule.covers(Elements(tuple(block.tensor.shape), elements, None if block.is_complex else values))
+        new = covered & ~torch.isin(elements, rule.sampled)
+        elsewhere = self._difference_over(~covered, rule.side)
+        if elsewhere > 100 * NEAR:
+            return False
+        is_wrong = not bool(new.any()) or self._difference_over(new, rule.side) > 100 * NEAR
+        return True if elsewhere <= NEAR and is_wrong else None
+
+    def _difference_over(self, chosen: Tensor, side: Side) -> float:
+        """The relative difference of sums over some elements of the input or the output; 0 without terms."""
+        one, block = self._vectors[0], self.input if side == "input" else self.output
+        own = chosen.repeat_interleave(block.width).to(self.problem.device)
+        if side == "input":
+            u = _scaled(one.u, block, own)
+            terms, others = u * one.gradient, one.v * self._slope_along(u)
+        else:
+            v = _scaled(one.v, block, own)
+            terms, others = one.u * self.problem.vjp(v.unsqueeze(0), only=self.output)[0], v * one.slope
+        return _relative_difference(terms, others) if bool(terms.any()) or bool(others.any()) else 0.0
 
     def swapped(self) -> Explanation | None:
         """Whether the gradient is that of another input of the same shape."""

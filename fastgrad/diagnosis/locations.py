@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fastgrad.core.tensors import element_index
+from fastgrad.diagnosis.rearrangements import Side
 from fastgrad.report.evidence import Cause, CauseName, Sample
 from fastgrad.report.settings import Tolerances
 
@@ -29,30 +31,57 @@ LEAST_BLOCK = 4
 """Block sizes of kernels along a dimension: powers of two."""
 
 
+IN_SAMPLE = 0.6
+"""The confidence of a rule that fits a sample is multiplied by this, unless other entries confirm the rule."""
+
+
 @dataclass(frozen=True)
-class _WrongElements:
-    """The elements of the output or the input: which have wrong entries, their values at x, and more.
+class Elements:
+    """Elements of the output or the input: their numbers in C order, and their values at x."""
 
-    excess: for each element, the largest ratio of an error to the allowed error. mixing: as `_mixing`. share: share of
-    wrong entries among the entries of elements that have wrong ones. entries: number of wrong entries, and of all
-    entries. is_complete: whether all elements were examined, not a sample.
-    """
-
-    side: str
     shape: tuple[int, ...]
     elements: Tensor
-    bad: Tensor
     values: Tensor | None
-    excess: Tensor
-    mixing: frozenset[int] | None
-    share: float
-    entries: tuple[int, int]
-    is_complete: bool
 
     @property
     def index(self) -> Tensor:
         """Multi-indices, shape (elements, dimensions)."""
         return torch.stack(element_index(self.elements, self.shape), 1)
+
+
+Covers = Callable[[Elements], Tensor]
+"""Gives the elements that are wrong by a rule: bool, shape (elements,)."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule for the positions of wrong entries, as a cause.
+
+    sampled: the elements that it was derived from, if they are a sample; otherwise None.
+    """
+
+    cause: Cause
+    side: Side
+    covers: Covers
+    sampled: Tensor | None
+
+
+@dataclass(frozen=True)
+class _WrongElements(Elements):
+    """The elements of the output or the input: which have wrong entries, and more.
+
+    excess: for each element, the largest ratio of an error to the allowed error. mixing: as `_mixing`. share: share of
+    wrong entries among the entries of elements that have wrong ones. entries: number of wrong entries, and of all
+    entries. is_complete: whether all entries were examined, not a sample.
+    """
+
+    side: Side
+    bad: Tensor
+    excess: Tensor
+    mixing: frozenset[int] | None
+    share: float
+    entries: tuple[int, int]
+    is_complete: bool
 
     def chance(self) -> float:
         """Probability that one given rule fits the wrong elements by chance."""
@@ -64,7 +93,7 @@ def _log_chance(chosen: int, total: int) -> float:
     return math.lgamma(chosen + 1) + math.lgamma(total - chosen + 1) - math.lgamma(total + 1)
 
 
-def _places(sample: Sample, side: str, settings: Tolerances) -> _WrongElements | None:
+def _places(sample: Sample, side: Side, settings: Tolerances) -> _WrongElements | None:
     elements, values, shape = (
         (sample.inputs, sample.input_values, sample.input_shape)
         if side == "input"
@@ -92,16 +121,16 @@ def _places(sample: Sample, side: str, settings: Tolerances) -> _WrongElements |
     count = int(failing.sum())
     share = count / int(bad[number].sum())
     return _WrongElements(
-        side,
         shape,
         unique,
-        bad,
         values,
+        side,
+        bad,
         excess,
         _mixing(sample, nonzero),
         share,
         (count, failing.numel()),
-        sample.complete or unique.numel() == math.prod(shape),
+        sample.complete,
     )
 
 
@@ -114,11 +143,35 @@ def _mixing(sample: Sample, nonzero: Tensor) -> frozenset[int] | None:
     return frozenset(dim for dim, (i, o) in enumerate(zip(ins, outs, strict=True)) if bool((i != o).any()))
 
 
-def place_causes(sample: Sample, names: tuple[str, str], settings: Tolerances) -> list[Cause]:
+def place_causes(
+    sample: Sample, names: tuple[str, str], settings: Tolerances, tested: Iterable[tuple[str, bool]] = ()
+) -> list[Cause]:
+    """The causes of `place_rules`.
+
+    tested: texts of causes from a sample, and whether they are right for all entries; the others are stated only of the
+    sample.
+    """
+    is_right = dict(tested)
+    found = []
+    for rule in place_rules(sample, names, settings):
+        cause = rule.cause
+        if rule.sampled is not None and cause.text in is_right:
+            if not is_right[cause.text]:
+                continue
+            cause = replace(cause, measure=f"{cause.measure}; random sums of the other entries agree")
+        elif rule.sampled is not None:
+            text = f"in a sample of {sample.failing.numel()} entries, {cause.text}"
+            cause = replace(cause, text=text, confidence=IN_SAMPLE * cause.confidence)
+        found.append(cause)
+    return found
+
+
+def place_rules(sample: Sample, names: tuple[str, str], settings: Tolerances) -> list[Rule]:
     """Rules for the positions of wrong entries, in the output and the input."""
-    sides = [_places(sample, side, settings) for side in ("input", "output")]
+    both: tuple[Side, Side] = ("input", "output")
+    sides = [_places(sample, side, settings) for side in both]
     most = max((places.share for places in sides if places is not None), default=0.0)
-    found: list[Cause] = []
+    found: list[Rule] = []
     for places, name in zip(sides, names, strict=True):
         # If few entries of the wrong elements on this side are wrong, but most on the other side, this side is not the
         # reason.
@@ -129,26 +182,36 @@ def place_causes(sample: Sample, names: tuple[str, str], settings: Tolerances) -
         element = _element(places, name)
         if element is not None:
             found.append(element)
-        for rule in (_tail, _ends, _slice, _triangle, _region):
-            cause = rule(places, name)
-            if cause is not None:
-                found.append(replace(cause, confidence=cause.confidence - less))
+        for find in (_tail, _ends, _slice, _triangle, _region):
+            rule = find(places, name)
+            if rule is not None:
+                cause = replace(rule.cause, confidence=rule.cause.confidence - less)
+                found.append(replace(rule, cause=cause))
     return found
 
 
-def _element(places: _WrongElements, name: str) -> Cause | None:
+def _element(places: _WrongElements, name: str) -> Rule | None:
     """The cause if all entries of a single element are wrong, and no others."""
     wrong, total = places.entries
     if int(places.bad.sum()) != 1 or wrong < 3 or places.share < 1:
         return None
+    element = places.elements[places.bad]
     spot = ", ".join(map(str, places.index[places.bad][0].tolist()))
     likely = places.bad.numel() * math.exp(_log_chance(wrong, total))
     text = f"wrong only in {name}[{spot}]"
-    measure = f"all {wrong} entries of this element, and none of the other {total - wrong}"
-    return Cause("slice", text, measure, 0.95 * (1 - likely)) if likely <= CHANCE else None
+    sampled = "" if places.is_complete else "sampled "
+    measure = f"all {wrong} {sampled}entries of this element, and none of the other {total - wrong}"
+    if likely > CHANCE:
+        return None
+    cause = Cause("slice", text, measure, 0.95 * (1 - likely))
+    return _of(places, cause, lambda some: some.elements == element)
 
 
-def _triangle(places: _WrongElements, name: str) -> Cause | None:
+def _of(places: _WrongElements, cause: Cause, covers: Covers) -> Rule:
+    return Rule(cause, places.side, covers, None if places.is_complete else places.elements)
+
+
+def _triangle(places: _WrongElements, name: str) -> Rule | None:
     """Wrong in one triangle, on the diagonal or off it, of the last two dimensions."""
     if places.index.shape[1] < 2:
         return None
@@ -156,48 +219,58 @@ def _triangle(places: _WrongElements, name: str) -> Cause | None:
     if int(row.max()) != int(column.max()) or int(row.max()) < 2:
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
-    parts = (
-        ("above the diagonal", row < column),
-        ("below the diagonal", row > column),
-        ("on the diagonal", row == column),
-        ("off the diagonal", row != column),
+    parts: tuple[tuple[str, Covers], ...] = (
+        ("above the diagonal", lambda some: some.index[:, -2] < some.index[:, -1]),
+        ("below the diagonal", lambda some: some.index[:, -2] > some.index[:, -1]),
+        ("on the diagonal", lambda some: some.index[:, -2] == some.index[:, -1]),
+        ("off the diagonal", lambda some: some.index[:, -2] != some.index[:, -1]),
     )
-    for where, part in parts:
+    for where, covers in parts:
+        part = covers(places)
         if bool((part == places.bad).all()) and not bool(part.all()):
             text = f"wrong only {where} of the last two dimensions of {name}: a mask, tril() or triu()"
-            return _rule("triangle", text, places, len(parts) * math.exp(_log_chance(bad, total)), 0.93)
+            return _rule("triangle", text, places, len(parts) * math.exp(_log_chance(bad, total)), 0.93, covers)
     return None
 
 
 def _rule(
-    name: CauseName, text: str, places: _WrongElements, likely: float, base: float, most: float = CHANCE
-) -> Cause | None:
-    """The cause for a rule that fits all wrong and no right elements; None if chance explains it."""
+    name: CauseName,
+    text: str,
+    places: _WrongElements,
+    likely: float,
+    base: float,
+    covers: Covers,
+    most: float = CHANCE,
+) -> Rule | None:
+    """A rule that fits all wrong and no right elements; None if chance explains it."""
     if likely > most:
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
     wrong = f"all {bad} wrong elements" if bad > 1 else "the only wrong element"
     sampled = "" if places.is_complete else " in the sample"
-    return Cause(name, text, f"covers {wrong} and none of the {total - bad} right ones{sampled}", base * (1 - likely))
+    measure = f"covers {wrong} and none of the {total - bad} right ones{sampled}"
+    return _of(places, Cause(name, text, measure, base * (1 - likely)), covers)
 
 
 def _extent(index: Tensor) -> tuple[int, int]:
     return int(index.min()), int(index.max())
 
 
-def _tail(places: _WrongElements, name: str) -> Cause | None:
+def _tail(places: _WrongElements, name: str) -> Rule | None:
     """Wrong from an index on that is a multiple of a block size: along one dimension, along several, or in memory."""
     index, bad = places.index, places.bad
     total = math.prod(places.shape)
-    bounds = [(f"dimension {dim} of {name}", index[:, dim], size) for dim, size in enumerate(places.shape)]
+    bounds = [(f"dimension {dim} of {name}", _along(dim), size) for dim, size in enumerate(places.shape)]
     if len(places.shape) > 1:
-        bounds.append((f"the elements of {name} in memory", places.elements, total))
-    for what, along, size in bounds:
+        bounds.append((f"the elements of {name} in memory", lambda some: some.elements, total))
+    for what, number, size in bounds:
+        along = number(places)
         block = _tail_block(_extent(along[~bad])[1], _extent(along[bad])[0], size)
         if block is not None:
             start = size - size % block
             text = f"wrong only in the last tile: from index {start} (a multiple of {block}) along {what}, size {size}"
-            return _rule("last tile", text, places, 2 * places.chance(), 0.94 if block >= 8 else 0.88, CHANCE_OF_PLACES)
+            base = 0.94 if block >= 8 else 0.88
+            return _rule("last tile", text, places, 2 * places.chance(), base, _from(number, start), CHANCE_OF_PLACES)
     # Right in a box from the first element on, and nowhere else.
     right = index[~bad]
     ends = right.amax(0)
@@ -210,7 +283,15 @@ def _tail(places: _WrongElements, name: str) -> Cause | None:
     if len(blocks) < 2 or any(block is None for block in blocks):
         return None
     text = f"wrong only in the last tiles: {name} is right up to the last multiples of {blocks[0]} along each dimension"
-    return _rule("last tile", text, places, 2 * places.chance(), 0.93)
+    return _rule("last tile", text, places, 2 * places.chance(), 0.93, lambda some: (some.index > ends).any(1))
+
+
+def _along(dim: int) -> Covers:
+    return lambda some: some.index[:, dim]
+
+
+def _from(number: Covers, start: int) -> Covers:
+    return lambda some: number(some) >= start
 
 
 def _tail_block(last_right: int, first_wrong: int, size: int) -> int | None:
@@ -224,7 +305,7 @@ def _tail_block(last_right: int, first_wrong: int, size: int) -> int | None:
     return None
 
 
-def _ends(places: _WrongElements, name: str) -> Cause | None:
+def _ends(places: _WrongElements, name: str) -> Rule | None:
     """Wrong at the first or last indices along a dimension, or at all borders."""
     index, bad = places.index, places.bad
     for dim, size in enumerate(places.shape):
@@ -248,24 +329,28 @@ def _ends(places: _WrongElements, name: str) -> Cause | None:
             base = 0.9
         else:  # a single row at the end may be any row
             base = 0.91 if mixes and (places.mixing is not None or dim >= 2) else 0.7
-        return _rule("boundary", text, places, 2 * places.chance(), base, CHANCE_OF_PLACES)
+        return _rule("boundary", text, places, 2 * places.chance(), base, _outside(low, high, [dim]), CHANCE_OF_PLACES)
     right = index[~bad]
     if right.numel() and len(places.shape) > 1:
         low_corner, high_corner = right.amin(0), right.amax(0)
         within = ((index[bad] >= low_corner) & (index[bad] <= high_corner)).all(1)
-        sizes = torch.tensor(places.shape, device="cpu")
+        sizes, dims = torch.tensor(places.shape, device="cpu"), list(range(len(places.shape)))
         margins = torch.maximum(low_corner, sizes - 1 - high_corner)
         if not bool(within.any()) and int((margins > 0).sum()) > 1 and bool((margins <= sizes // 3).all()):
             text = f"wrong only along the borders of {name}: padding, or a halo"
-            return _rule("boundary", text, places, 2 * places.chance(), 0.93)
+            return _rule("boundary", text, places, 2 * places.chance(), 0.93, _outside(low_corner, high_corner, dims))
     return None
+
+
+def _outside(low: Tensor | int, high: Tensor | int, dims: list[int]) -> Covers:
+    return lambda some: ((some.index[:, dims] < low) | (some.index[:, dims] > high)).any(1)
 
 
 def _several(count: int) -> str:
     return "place" if count == 1 else f"{count} places"
 
 
-def _slice(places: _WrongElements, name: str) -> Cause | None:
+def _slice(places: _WrongElements, name: str) -> Rule | None:
     """Wrong in one row, column, channel or item only, or in one of each of two dimensions."""
     index, bad = places.index, places.bad
     if int(bad.sum()) < 2 and places.bad.numel() < 2 * sum(places.shape):
@@ -286,11 +371,16 @@ def _slice(places: _WrongElements, name: str) -> Cause | None:
                 continue
             spot = ", ".join(str(int(wrong[0, dim])) if dim in dims else ":" for dim in range(len(places.shape)))
             likely = rules**count * places.chance()
-            return _rule("slice", f"wrong only in {name}[{spot}]", places, likely, 0.9, CHANCE_OF_PLACES)
+            covers = _at(dims, wrong[0, dims])
+            return _rule("slice", f"wrong only in {name}[{spot}]", places, likely, 0.9, covers, CHANCE_OF_PLACES)
     return None
 
 
-def _region(places: _WrongElements, name: str) -> Cause | None:
+def _at(dims: list[int], index: Tensor) -> Covers:
+    return lambda some: (some.index[:, dims] == index).all(1)
+
+
+def _region(places: _WrongElements, name: str) -> Rule | None:
     """Wrong only where the element's value is on one side of a threshold, or between two."""
     values, bad = places.values, places.bad
     if values is None or values.is_complex() or not bool(values.isfinite().all()):
@@ -314,7 +404,8 @@ def _region(places: _WrongElements, name: str) -> Cause | None:
         likely = (2 if natural else 4) * places.chance()
         base = 0.92 if natural else 0.89
         sign += "=" * (threshold == last_wrong)
-        return _rule("region", f"wrong only where {what} {sign} {threshold:.4g}", places, likely, base)
+        covers = _where(sign, threshold, what != name)
+        return _rule("region", f"wrong only where {what} {sign} {threshold:.4g}", places, likely, base, covers)
     right, wrong = values[~bad], values[bad]
     low, high = float(wrong.min()), float(wrong.max())
     if not bool(((right >= low) & (right <= high)).any()) and bool((right < low).any()) and bool((right > high).any()):
@@ -323,11 +414,23 @@ def _region(places: _WrongElements, name: str) -> Cause | None:
         signs = "<=" if begin == low else "<", "<=" if end == high else "<"
         likely = places.bad.numel() ** 2 * places.chance()
         text = f"wrong only where {begin:.4g} {signs[0]} {name} {signs[1]} {end:.4g}"
-        return _rule("region", text, places, likely, 0.85)
+        first, last = _where(signs[0].replace("<", ">"), begin, False), _where(signs[1], end, False)
+        return _rule("region", text, places, likely, 0.85, lambda some: first(some) & last(some))
     return None
 
 
-def _single_value(places: _WrongElements, name: str) -> Cause | None:
+def _where(sign: str, threshold: float, of_modulus: bool) -> Covers:
+    """Whether the values, or their moduli, are on one side of a threshold."""
+    compare = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "==": torch.eq}[sign]
+
+    def covers(some: Elements) -> Tensor:
+        assert some.values is not None
+        return compare(some.values.abs() if of_modulus else some.values, threshold)
+
+    return covers
+
+
+def _single_value(places: _WrongElements, name: str) -> Rule | None:
     """Wrong only if the element has one particular value, for example the zeros of a mask."""
     assert places.values is not None
     wrong, right = places.values[places.bad], places.values[~places.bad]
@@ -336,7 +439,8 @@ def _single_value(places: _WrongElements, name: str) -> Cause | None:
         return None
     if wrong.numel() == 1 and value not in COMMON_THRESHOLDS:
         return None
-    return _rule("region", f"wrong only where {name} is {value + 0.0:.4g}", places, 2 * places.chance(), 0.92)
+    covers = _where("==", value, False)
+    return _rule("region", f"wrong only where {name} is {value + 0.0:.4g}", places, 2 * places.chance(), 0.92, covers)
 
 
 def _threshold(low: float, high: float) -> tuple[float, bool]:

@@ -194,6 +194,9 @@ class Evidence(EqualByContent):
     explanation
         A hypothesis that explains the analytical Jacobian: for example a rearrangement of the numerical one, or the
         Jacobian of another function.
+    places
+        Texts of causes from the positions of wrong entries in a sample, and whether random sums over the other entries
+        agree with them.
     """
 
     calls: int = 0
@@ -220,3 +223,4 @@ class Evidence(EqualByContent):
     adjoint_error: float | None = None
     other_part: tuple[complex, complex] | None = None
     explanation: Explanation | None = None
+    places: tuple[tuple[str, bool], ...] | None = None

@@ -18,6 +18,7 @@ from fastgrad.diagnosis.causes import constant_factor, diagnose, is_zero
 from fastgrad.report.data import Plan
 from fastgrad.report.evidence import CauseName, Evidence, Explanation, Sample
 from fastgrad.report.failure import Comparison, Difference, Entry, Failure
+from fastgrad.report.messages import HEADLINE_CONFIDENCE
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 from tests.planted import TABLE
@@ -366,6 +367,34 @@ def test_the_side_is_named_whose_entries_are_all_wrong() -> None:
     a[1, 2, :, 2] *= 1.5
     causes = diagnose(report_of(a.view(54, 72), n.view(54, 72), ((6, 9), (8, 9))))
     assert causes[0].text == "wrong only in out0[1, 2]"
+
+
+def test_a_rule_that_fits_a_sample_is_stated_of_the_sample() -> None:
+    n = elementwise(30)
+    a = n.clone()
+    a[:2, :2] *= 2
+    report = report_of(a, n, ((30,), (30,)))
+    report = replace(report, sample=replace(report.sample, complete=False))
+    cause = next(cause for cause in diagnose(report) if cause.name == "boundary")
+    text = "wrong only at the first 2 places along dimension 0 of in0: padding, or a halo"
+    assert cause.text == f"in a sample of 900 entries, {text}"
+    assert cause.confidence < HEADLINE_CONFIDENCE
+    cause = diagnose(replace(report, evidence=Evidence(places=((text, True),))))[0]
+    assert (cause.text, cause.confidence > HEADLINE_CONFIDENCE) == (text, True)
+    assert cause.measure.endswith("in the sample; random sums of the other entries agree")
+    refuted = diagnose(replace(report, evidence=Evidence(places=((text, False),))))
+    assert text not in " ".join(cause.text for cause in refuted)
+
+
+def test_entries_of_one_element_in_a_sample_are_called_sampled() -> None:
+    n = full(12, 12)
+    a = n.clone()
+    a[5] += 1
+    report = report_of(a, n, ((12,), (12,)))
+    report = replace(report, sample=replace(report.sample, complete=False))
+    cause = next(cause for cause in diagnose(report) if cause.name == "slice")
+    assert cause.text == "in a sample of 144 entries, wrong only in out0[5]"
+    assert cause.measure == "all 12 sampled entries of this element, and none of the other 132"
 
 
 def test_an_error_that_grows_is_no_region() -> None:

@@ -227,3 +227,19 @@ def test_generators_stay_as_they_are() -> None:
     check(Counted(), leaf(4), Settings())
     check(Counted(), leaf(200, 200), Settings())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("rows", [2, 600, 1200])
+def test_positions_in_a_sample_are_tested_on_the_other_entries(rows: int, fast: bool) -> None:
+    n = 1200
+    factor = torch.linspace(0.5, 2, n, dtype=torch.float64)
+    places = n - 1 - torch.arange(rows) if rows == n else torch.arange(rows) + 3
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        return (factor * g).index_add(0, places, 0.25 * g[:rows])
+
+    report = check(function(lambda x: factor * x, backward), leaf(n), Settings(fast_mode=fast))
+    texts = [cause.text for cause in report.causes if cause.name == "boundary"]
+    assert texts == (["wrong only at the first 2 places along dimension 0 of out0: padding, or a halo"] * (rows == 2))
+    assert report.evidence.places is None or all(is_right == (rows == 2) for _, is_right in report.evidence.places)
