@@ -185,6 +185,8 @@ class Comparison(EqualByContent):
         The positions of the mismatched entries.
     on_pattern
         Whether only the entries of the sparsity pattern are counted. All others are zero.
+    unclear
+        Number of mismatches that may result from the rounding, or from the step, of the differences at eps.
     """
 
     entries: int
@@ -201,6 +203,7 @@ class Comparison(EqualByContent):
     worst_entries: tuple[Entry, ...] = ()
     extent: Extent | None = None
     on_pattern: bool = False
+    unclear: int = 0
 
 
 @dataclass(frozen=True)

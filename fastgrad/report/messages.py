@@ -109,9 +109,9 @@ def verdict_line(report: ReportData) -> str:
         return f"{name} not converged: an entry differs, and its numerical derivative does not converge"
     failure = report.failure
     if failure is not None and failure.comparison is not None:
-        wrong = failure.comparison.mismatches
+        wrong = failure.comparison.mismatches - failure.comparison.unclear
         verb = "is" if wrong == 1 else "are"
-        return f"{name} failed: {_extent(failure.comparison)} of {jacobian_name(report, failure)} {verb} wrong"
+        return f"{name} failed: {_wrong(failure.comparison)} of {jacobian_name(report, failure)} {verb} wrong"
     if failure is not None:
         return f"{name} failed: {failure.kind}"
     if report.precision is not None:
@@ -230,7 +230,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     part = "" if failure.part == "all" else f"{failure.part} part"
     details = ", ".join(filter(None, (tensor, part)))
     kind = f" ({details})" if details else ""
-    verdict = f"is wrong in {_extent(comparison)}"
+    verdict = f"is wrong in {_wrong(comparison)}"
     if failure.trouble == "not converged":
         what = "numerical gradient of" if failure.mode == "reverse" else "numerical derivative with respect to"
         verdict = f"does not converge; it differs from the analytical derivative in {_extent(comparison)}"
@@ -489,7 +489,15 @@ def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
     where = ""
     if comparison.extent is not None:
         where = extent_text(comparison.extent, names, comparison.mismatches)
-    return f"{_extent(comparison)}{', ' + where if where else ''}"
+    at_eps = " at eps" if comparison.unclear else ""
+    return f"{_extent(comparison)}{at_eps}{', ' + where if where else ''}"
+
+
+def _wrong(comparison: Comparison) -> str:
+    """The number of entries that are wrong, without those whose difference the error at eps may explain."""
+    if not comparison.unclear:
+        return _extent(comparison)
+    return f"at least {comparison.mismatches - comparison.unclear} of {_entries(comparison)}"
 
 
 def _extent(comparison: Comparison) -> str:

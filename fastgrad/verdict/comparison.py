@@ -267,6 +267,12 @@ class PairComparison:
         outputs, inputs = (columns, rows) if self.mode == "forward" else (rows, columns)
         return outputs, inputs, analytical, numerical
 
+    def within(self, noise: float) -> int:
+        """The number of entries that differ, but by no more than their tolerance and some noise."""
+        _, _, analytical, numerical = self._failing()
+        allowed = self.tolerances.atol + self.tolerances.rtol * numerical.abs()
+        return int(((analytical - numerical).abs() <= allowed + noise).sum())
+
     def _extent(self) -> Extent:
         """Where the entries that differ lie."""
         outputs, inputs, *_ = self._failing()

@@ -20,7 +20,7 @@ from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Pa
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import MOST_WORST, Findings, PairComparison, spans
 from fastgrad.verdict.locate import locate
-from fastgrad.verdict.remeasure import RemeasuredEntry, Suspects, not_finite, worst_remeasured
+from fastgrad.verdict.remeasure import CLEAR_DIFFERENCE, RemeasuredEntry, Suspects, not_finite, worst_remeasured
 
 UNSPECIFIED = "with masked=True, a gradient must be zero at elements that its sparse input does not specify"
 """The detail of a failure at such an element."""
@@ -357,7 +357,9 @@ def mismatch_failure(
             )
             findings.add_pair(pair.pair(part, agrees=True))
             return None
-        comparison = replace(comparison, worst=remeasured.entry, worst_entries=worst)
+        unclear = 0 if remeasured.trouble else pair.within(CLEAR_DIFFERENCE * remeasured.noise)
+        unclear = min(unclear, pair.mismatches - 1 - len(remeasured.others))
+        comparison = replace(comparison, worst=remeasured.entry, worst_entries=worst, unclear=unclear)
     findings.add_pair(pair.pair(part, agrees=False))
     findings.sample = pair.sample()
     return Failure.at(

@@ -88,6 +88,7 @@ class RemeasuredEntry:
     """An entry for the report that is also wrong at other steps, or whose derivative cannot be determined.
 
     convergence: its measurements, large steps first. others: more such entries that were re-measured at the same time.
+    noise: the largest error of the differences at eps, among the entries that were re-measured and converged.
     """
 
     entry: Entry
@@ -95,6 +96,7 @@ class RemeasuredEntry:
     trouble: Trouble | None = None
     convergence: tuple[Difference, ...] = ()
     others: tuple[Entry, ...] = ()
+    noise: float = 0.0
 
 
 def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> RemeasuredEntry | None:
@@ -260,9 +262,10 @@ def _survivor_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -
         entries.append(suspects.entry(which, *refined))
     worst = order[0]
     trouble = _trouble(columns, suspects, worst, bool(converged[worst]), bool(moved[worst]))
-    return RemeasuredEntry(
-        entries[0], *trouble, _convergence(columns, suspects.outputs.shape, worst), tuple(entries[1:])
-    )
+    convergence = _convergence(columns, suspects.outputs.shape, worst)
+    moves = _entries([column.moves.reshape(suspects.outputs.shape) for column in columns]).abs()
+    noise = torch.where(converged, (values - suspects.numerical).abs() + moves, 0.0).nan_to_num(0.0, 0.0)
+    return RemeasuredEntry(entries[0], *trouble, convergence, tuple(entries[1:]), float(noise.amax()))
 
 
 def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:

@@ -14,7 +14,7 @@ from fastgrad.diagnosis import experiments
 from fastgrad.report.data import Plan
 from fastgrad.report.evidence import Cause, CauseName
 from fastgrad.report.failure import Comparison, Entry, Failure, FailureKind
-from fastgrad.report.messages import engine_line, failure_message
+from fastgrad.report.messages import engine_line, failure_message, verdict_line
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 from tests.planted.causes import CAUSES
@@ -75,6 +75,14 @@ def test_a_mismatch() -> None:
         "  engine     dense: 8 input coordinates, 1 output coordinate, 18 evaluations, 5 VJPs, 4.1 ms\n"
         "  reproduce  fastgrad.gradcheck(..., eps=1e-06, atol=1e-05, rtol=0.001, seed=0)"
     )
+
+
+def test_entries_that_may_differ_by_rounding_are_not_called_wrong() -> None:
+    found = report(Failure("mismatch", 0, 1, 0, 2, comparison=comparison(unclear=11)))
+    lines = failure_message(found).splitlines()
+    assert lines[0] == "func: gradient of in1 is wrong in at least 1 of 8448 entries"
+    assert lines[4] == "  extent     12 of 8448 entries at eps"
+    assert verdict_line(found) == "gradcheck failed: at least 1 of 8448 entries of d out0 / d in1 is wrong"
 
 
 @pytest.mark.parametrize(

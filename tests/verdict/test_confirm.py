@@ -105,3 +105,23 @@ def test_a_func_that_rounds_otherwise_from_run_to_run_is_right(offset: float, n:
     x = torch.linspace(0.1, 0.9, n, dtype=torch.float64).requires_grad_()
     func = function(forward, lambda grad_output, _: grad_output)
     assert fastgrad.gradcheck(func, (x,), fast_mode=fast_mode, nondet_tol=1e-3)
+
+
+@pytest.mark.parametrize("error", [1e-4, 1.0])
+def test_entries_that_differ_by_rounding_beside_a_wrong_one_are_unclear(error: float) -> None:
+    """An offset of 1e5 rounds to steps of 1.5e-11, and differences at eps to steps of 7e-6."""
+    factor = torch.ones(40, dtype=torch.float64)
+    factor[7] += error
+    func = function(lambda x: x + 1e5, lambda g, x: factor * g)
+    x = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    report = fastgrad.check(func, x, engine="dense", atol=1e-6, rtol=0.0)
+    found = report.failure.comparison
+    assert found.worst.input_index == (7,)
+    assert found.mismatches > 1
+    assert found.mismatches - found.unclear == 1
+
+
+def test_entries_that_are_clearly_wrong_are_counted() -> None:
+    func = function(lambda x: x**3, lambda g, x: 3.01 * x**2 * g)
+    found = fastgrad.check(func, leaf(*torch.linspace(0.1, 2, 40).tolist()), engine="dense").failure.comparison
+    assert (found.mismatches, found.unclear) == (40, 0)
