@@ -482,8 +482,7 @@ class _Verdict:
 
         If the pattern lacks entries, only an entry that was computed alone is reported, or a larger error elsewhere.
         """
-        certificate = self._certificate_of(self._of_backward.values, None)
-        elsewhere = certificate.certify(self.of_func.asked)
+        elsewhere = self._certificate_of(self._of_backward.values, None).certify(self.of_func.asked)
         lacks_entries = bool(self.numerical_suspects) or isinstance(elsewhere, Failure)
         if isinstance(elsewhere, Incomplete):
             lacks_entries = lacks_entries or elsewhere.refuted or elsewhere.rows.size > 0

@@ -36,7 +36,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         (torch.exp, (leaf(3, dtype=torch.complex128),), 2 * 6 + 2, 6 + 2 * 2 + 5 + 2 + 1),
         # Two outputs: each undefined in turn.
         (lambda v: (v.sin(), v.cos()), (leaf(3),), 2 * 3 + 2, 6 + 2 * 2 + 5 + 1 + 3 + 1),
-        # The same tensor twice is perturbed once. No small check: one more VJP on the first graph, after the differences.
+        # The same tensor twice is perturbed once. No small check: one more VJP, on the first graph.
         (torch.mul, (w := leaf(4), w), 2 * 4 + 2, 4 + 2 + 5 + 2 + 2),
     ],
 )
