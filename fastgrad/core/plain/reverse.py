@@ -397,7 +397,7 @@ def _largest_difference(left: Tensor, right: Tensor) -> float:
 
 
 def runs_no_custom_code(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """As the compiled function, but hooks inside the graph are not visible from Python."""
+    """As the compiled function, but hooks inside the graph and saved tensors are not visible from Python."""
     tensors = (*outputs, *inputs)
     if modes_are_active() or any(is_dispatched_to_python(x) or x._backward_hooks for x in tensors):
         return False
