@@ -158,7 +158,8 @@ class UnrecordedBackward:
         given, grad_outputs = arguments[: self._count], arguments[self._count :]
         checked = [given[i] for i in self._inputs]
         for value in (*checked, *(grad_outputs[i] for i in self._grad_outputs)):
-            value.requires_grad_()
+            if not value.requires_grad:  # function modes see the call and its result, the argument itself
+                value.requires_grad_()
         with torch.set_grad_enabled(self._record):
             is_kept = self._reuses is not False and self._is_kept_at(checked)
             if not is_kept:
