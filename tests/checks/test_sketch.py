@@ -13,6 +13,7 @@ from torch import Tensor
 import fastgrad
 from benchmarks.bench_fast import Wrong
 from fastgrad.checks.order import check
+from fastgrad.core.native import IS_NATIVE, SmallProblem
 from fastgrad.core.random import SKETCH_DIRECTIONS, direction
 from fastgrad.engines.plan import sketch_size
 from fastgrad.engines.sketch import weights
@@ -55,13 +56,16 @@ WRONG: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("small", [True, False], ids=["small check", "complete check"])
 @pytest.mark.parametrize("name", FUNCS)
-def test_right_gradients_pass_at_a_fixed_cost(name: str) -> None:
+def test_right_gradients_pass_at_a_fixed_cost(name: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not small:
+        monkeypatch.setattr(SmallProblem, "trace", lambda *_: None)
     for seed in range(20):
         report = fast(FUNCS[name], normal(2000, seed=seed), seed=seed)
         assert report.passed, seed
         assert report.evaluations <= 10
-        assert report.vjps <= 13
+        assert report.vjps <= (13 if small and IS_NATIVE else 14)  # plain Python has no small check
         assert report.notes == ()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.native import IS_NATIVE
 from tests.planted.row import function
 
 CUBE = function(lambda x: x**3, lambda g, x: 3 * x * x * g)
@@ -32,7 +33,12 @@ def bug_in(file: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "file", "keywords"),
     [
-        ("fastgrad.checks.small_sums.screening_grad_outputs", "engines/small_sketch.py", {"fast_mode": True}),
+        pytest.param(
+            "fastgrad.checks.small_sums.screening_grad_outputs",
+            "engines/small_sketch.py",
+            {"fast_mode": True},
+            marks=pytest.mark.skipif(not IS_NATIVE, reason="plain Python has no small check"),
+        ),
         ("fastgrad.checks.sketch.residual_row", "engines/sketch.py", {"fast_mode": True, "engine": "sketch"}),
         ("fastgrad.checks.sketch.directional_differences", "engines/sketch.py", {"fast_mode": True}),
         ("fastgrad.engines.compressed.analytical_entries", "engines/compressed.py", {"engine": "compressed"}),
