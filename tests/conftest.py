@@ -27,7 +27,7 @@ OF_THE_COMPILED_MODULE = {
     "test_a_bad_pattern_is_refused": "plain Python does not check its own arguments",
     "test_other_tensors_are_refused": "plain Python does not check its own arguments",
     "test_memory_stays_near_the_vectors": "plain Python holds more vectors at a time",
-    "test_a_memory_limit_holds_a_sparse_jacobian": "plain Python colors lists of integers, and holds more vectors",
+    "test_a_memory_limit_holds_a_sparse_jacobian": "plain Python takes more memory for a pattern and its entries",
     "test_a_small_check_that_ran_out_of_memory_is_run_again": "plain Python has no small check",
     "test_an_error_that_does_not_come_again_is_raised": "plain Python has no small check",
     "test_an_interrupt_leaves_no_level_of_forward_mode": "Python code can be interrupted as it enters the level",
