@@ -346,6 +346,8 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
         return _exact(problem, settings, findings)
 
     plan = make_sketch_plan(settings)
+    if not problem.m:
+        return plan, None  # nothing to compare
     if not problem.has_graph:
         screens = [screen_constant]
     else:

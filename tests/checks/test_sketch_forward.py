@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
+from fastgrad.core.native import SmallProblem
 from fastgrad.report.report import Report
 
 FORWARD: dict[str, Any] = {"check_forward_ad": True, "check_backward_ad": False}
@@ -47,6 +48,19 @@ def one_sided(sign: float, error: float) -> Callable[[Tensor], Tensor]:
 def report(func: Any, n: int, seed: int = 0, **keywords: Any) -> Report:
     inputs = [torch.full((n,), value, dtype=torch.float64, requires_grad=True) for value in (0.3, 0.5)]
     return fastgrad.check(func, inputs, seed=seed, **FORWARD, **keywords)
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["small check", "complete check"])
+@pytest.mark.parametrize("func", [lambda x: x[:0], lambda x: (x[:0], x[:0].sin())])
+def test_outputs_without_elements_pass(func: Any, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not small:
+        monkeypatch.setattr(SmallProblem, "trace", lambda *_: None)
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    found = fastgrad.check(func, x, fast_mode=True, engine="sketch", check_forward_ad=True)
+    assert found.passed
+    assert found.notes == ()
+    assert found.plan is not None
+    assert found.plan.engine == "sketch"
 
 
 @pytest.mark.parametrize("fast_mode", [False, True])
