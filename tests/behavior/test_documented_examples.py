@@ -24,6 +24,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
 from docs.make_gallery import without_chance
+from fastgrad.core.native import IS_NATIVE
 from fastgrad.report.evidence import CauseName
 
 TORCHS = [torch.autograd.gradcheck, torch.autograd.gradgradcheck]
@@ -694,7 +695,10 @@ def run_examples(text: str) -> int:
                     exec(compile(ast.Module([statement], []), "example", "exec"), names)
                     continue
                 value = eval(compile(ast.Expression(statement.value), "example", "eval"), names)
-                comment = block.splitlines()[statement.end_lineno - 1].partition("  # ")[2]  # type: ignore[operator]
+                line = block.splitlines()[statement.end_lineno - 1]  # type: ignore[operator]
+                if not IS_NATIVE and line.startswith("report.evaluations, report.vjps"):
+                    continue  # plain Python has no small check: it makes more calls
+                comment = line.partition("  # ")[2]
                 with contextlib.suppress(SyntaxError, ValueError):
                     expected = ast.literal_eval(comment)
                     compared += 1
