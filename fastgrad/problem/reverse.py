@@ -183,26 +183,25 @@ class ReverseMode(Evaluation):
 
     def vjp_of_older_graph(self, cotangents: Tensor, only: Block | None) -> Tensor:
         """V J as in `vjp`, from the first graph if it is kept and func was called since; otherwise as `vjp_before`."""
-        if self.evaluations_since_first_graph:
+        if self.evaluations_since_first_graph():
             return self.vjp_of_first_graph(cotangents, only=only)
         return self.vjp_before(cotangents, only)
 
-    @property
     def evaluations_since_first_graph(self) -> int:
-        """Calls of func since the first graph was recorded; if it was not kept, a new graph is the first one now."""
+        """Calls of func since the first graph was recorded. If it was not kept, a new graph is the first one now."""
         if self._first is None:
             self._first, self._first_number = self._record(), self.evaluations
         return self.evaluations - self._first_number
 
     def vjp_of_first_graph(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
         """V J as in `vjp`, from the first graph, unless it is not kept, or func changes its inputs."""
-        recorded = self._recorded
-        if self._first is not None and not self.mutates_inputs:
-            self._recorded = self._first
+        if self._first is None or self.mutates_inputs:
+            return self.vjp(cotangents, layouts, only)
+        recorded, self._recorded = self._recorded, self._first
         try:
             return self.vjp(cotangents, layouts, only)
         finally:
-            self._recorded = recorded or self._recorded
+            self._recorded = recorded
 
     def vjp_before(self, cotangents: Tensor, only: Block | None, displacement: Tensor | None = None) -> Tensor:
         """V J as in `vjp`, from a graph at x, after one more evaluation of func, at x or at x + displacement."""

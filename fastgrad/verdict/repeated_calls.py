@@ -228,7 +228,7 @@ class RepeatedCalls:
         problem, settings = self._problem, self._settings
         if isinstance(problem, Problem) and not settings.fast_mode:
             base = problem.base()
-            for _ in range(min(2 * problem.n, MOST_CALLS) - problem.evaluations_since_first_graph):
+            for _ in range(min(2 * problem.n, MOST_CALLS) - problem.evaluations_since_first_graph()):
                 if is_moved(problem, settings, problem.evaluate(True, problem.nowhere()), base):
                     return nondeterministic_func(problem.outputs[0], "at the inputs")
         number, known = self._outputs[0], self._known[:1]

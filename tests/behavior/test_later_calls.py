@@ -89,6 +89,23 @@ def test_a_later_call_writes_into_what_a_builtin_backward_reads(n: int, count: i
     assert fastgrad.check(exp_that_zeroes_older_results(10_000), leaf(n), **keywords).passed
 
 
+@pytest.mark.parametrize("n", [4, 12, 30, 100])
+@pytest.mark.parametrize("keywords", [{}, {"engine": "dense"}, {"engine": "compressed"}, {"fast_mode": True}])
+def test_a_graph_that_is_recorded_after_the_differences_is_another_one(n: int, keywords: dict[str, Any]) -> None:
+    calls = 0
+
+    def func(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        value = x.sin() * y
+        return value if calls == 1 else value + (x - x.detach())
+
+    x = leaf(n)
+    for inputs in ((x, x), (x, x.detach().clone().requires_grad_())):
+        calls = 0
+        assert not fastgrad.check(func, inputs, **keywords).passed
+
+
 def test_func_that_changes_while_it_is_evaluated_at_the_inputs() -> None:
     calls = 0
 
