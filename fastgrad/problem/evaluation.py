@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgrad.core import native
 from fastgrad.core.errors import as_raised
-from fastgrad.core.memory import raises_memory_error
+from fastgrad.core.memory import OUT_OF_MEMORY, raises_memory_error
 from fastgrad.core.phases import clock, phase, undisturbed
 from fastgrad.core.precision import relative_step, spacing
 from fastgrad.core.progress import Progress
@@ -107,7 +107,7 @@ class Evaluation:
         self.func = func
         self._arguments = arguments
         self._recorded: _Recorded | None = None
-        self._first: _Recorded | None = None  # kept until other evaluations have followed
+        self._first: _Recorded | None = None  # kept: later calls may write into what it saved
         self._first_number = 1
         self._base: Tensor | None = None
         self._coordinates: Tensor | None = None
@@ -220,7 +220,13 @@ class Evaluation:
 
     def _record(self) -> _Recorded:
         if self._recorded is None:
-            self._recorded = _Recorded(self._selected(self._evaluator.evaluate(True)))
+            try:
+                self._recorded = _Recorded(self._recorded_outputs())
+            except OUT_OF_MEMORY:
+                if self._first is None:
+                    raise
+                self._first = None  # a new graph needs its memory
+                self._recorded = _Recorded(self._recorded_outputs())
             for block, output in zip(self.outputs, self._recorded.outputs, strict=True):
                 if not output.requires_grad:
                     raise AssertionError(
@@ -228,6 +234,10 @@ class Evaluation:
                         f"{block.position} no longer requires grad."
                     )
         return self._recorded
+
+    @raises_memory_error
+    def _recorded_outputs(self) -> tuple[Tensor, ...]:
+        return self._selected(self._evaluator.evaluate(True))
 
     def graph_of_its_own(self) -> tuple[Tensor, ...]:
         """The outputs of a separate evaluation at x with its own graph, on the current stream."""

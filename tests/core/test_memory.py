@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -264,3 +266,25 @@ def test_address_space(tmp_path: Path) -> None:
         [sys.executable, "-c", free + "print(m.free_bytes())"], capture_output=True, text=True, check=True
     )
     assert 0 < int(found.stdout) < 8 << 30
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("keywords", [{"engine": "dense"}, {"engine": "compressed"}, {"fast_mode": True}], ids=str)
+def test_the_first_graph_gives_way_to_a_new_one(
+    error: Exception, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastgrad.checks.order.small_check", lambda *_: None)
+    x, refused = leaf(40), []
+    at = x.detach().clone()
+    first: list[weakref.ref[Tensor]] = []
+
+    def func(v: Tensor) -> Tensor:
+        if first and torch.is_grad_enabled() and torch.equal(v, at) and first[0]() is not None:
+            refused.append(1)
+            raise error
+        result = v.sin() * v
+        first.append(weakref.ref(result))
+        return result
+
+    assert fastgrad.check(func, x, **keywords).passed
+    assert len(refused) == 1
