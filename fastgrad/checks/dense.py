@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from fastgrad.checks.one_block import (
@@ -20,7 +21,7 @@ from fastgrad.checks.one_block import (
     whole_backward,
 )
 from fastgrad.core.errors import raise_unless_of_func
-from fastgrad.core.native import Rows
+from fastgrad.core.native import Rows, WholeBackward
 from fastgrad.engines import dense
 from fastgrad.engines.blocks import REPEATED_ROWS, JacobianBlock
 from fastgrad.engines.executor import RefusedError, UnsuitableError
@@ -38,6 +39,7 @@ from fastgrad.verdict.linearity import (
     moved_once,
     moving_repeat,
     moving_row,
+    nondeterministic,
     nonlinear_repeat,
     rerun,
 )
@@ -128,10 +130,8 @@ def _jacobian_failure(
     columns_at_hand = iter([(0, columns)]) if columns is not None else dense.numerical_columns(problem, plan, settings)
     if backward is not None:
         assert columns is not None
-        # Not for a custom backward, because repeated calls test the same; and not for a later graph, because it was
-        # recorded after other evaluations anyway.
-        is_asked = findings.on_first_graph and not problem.is_custom
-        if is_asked and not _are_same(problem, settings, *product_at_hand(problem, settings, backward)):
+        # Not for a custom backward, because repeated calls test the same.
+        if not problem.is_custom and not _graphs_agree(problem, settings, backward, findings.on_first_graph):
             backward, findings.moved = None, True
         elif agrees(problem, settings, backward, columns, findings):
             if calls is not None and calls.rows:
@@ -161,13 +161,22 @@ def _jacobian_failure(
         if failure is not None:
             return failure
         findings.certificates.append(linearity.certificate())
+    if rows_remain and linearity is None and not problem.is_custom:
+        one = torch.ones(1, 1, dtype=torch.float64, device=problem.device)
+        if not same_on_first_graph(problem, settings, one, problem.vjp(one), 0):
+            return nondeterministic(problem.outputs[0])
     return forward.failure() if forward is not None else None
 
 
-def _are_same(problem: Problem, settings: Settings, cotangents: Tensor, gradients: Tensor, row: int) -> bool:
-    """Whether the first graph and a new one give the same gradient, after other evaluations."""
-    product = cotangents, gradients, row
-    return same_on_first_graph(problem, settings, *product) and same_afterwards(problem, settings, *product)
+def _graphs_agree(problem: Problem, settings: Settings, backward: WholeBackward, on_first_graph: bool) -> bool:
+    """Whether the first graph and one that was recorded after other evaluations give the same gradient.
+
+    on_first_graph: whether backward ran on the first graph. Otherwise its graph was recorded after other evaluations.
+    """
+    product = product_at_hand(problem, settings, backward)
+    if not same_on_first_graph(problem, settings, *product):
+        return False
+    return not on_first_graph or same_afterwards(problem, settings, *product)
 
 
 def _linearity_failure(problem: Problem, linearity: LinearityTest, settings: Settings) -> Failure | None:

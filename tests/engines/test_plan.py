@@ -61,7 +61,7 @@ def test_where_there_is_no_structure_the_look_costs_little(shapes: tuple[Any, ..
     assert report.plan.engine == "dense"
     assert report.evaluations <= 2 * n + 4
     # Two rows run twice, a zero grad_output, and the products of four cotangents, of which one runs twice.
-    assert report.vjps <= m + 2 + 1 + 4 + 1
+    assert report.vjps <= m + 2 + 1 + 4 + 1 + 1  # the last one on the first graph, which later calls may have changed
 
 
 @pytest.mark.usefixtures("slow")

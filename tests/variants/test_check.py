@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import fastgrad
 from fastgrad.variants import kinks
 from fastgrad.variants.layouts import MOST_ALONE
+from tests.planted.row import function
 from tests.planted.variants import (
     COMPILED,
     HIDDEN,
@@ -395,20 +396,10 @@ def test_why_a_variant_is_not_applicable(
 def test_a_failure_at_a_generated_point_is_undecided_if_the_jacobian_is_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class WrongAtZeros(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            return grad * x.cos() * (2 if (x == 0).any() else 1)
-
+    wrong_at_zeros = function(torch.sin, lambda grad, x: grad * x.cos() * (2 if (x == 0).any() else 1))
     x = (numbers(4) - numbers(4).mean()).requires_grad_()
     for most, verdict in ((kinks.MOST_ENTRIES, "failed"), (4, "undecided")):
         monkeypatch.setattr(kinks, "MOST_ENTRIES", most)
-        report = fastgrad.check_variants(WrongAtZeros.apply, x, only=["points: zeros"])
+        report = fastgrad.check_variants(wrong_at_zeros, x, only=["points: zeros"])
         assert [row.verdict for row in report.rows] == [verdict]
     assert "the Jacobian is too large" in report.rows[0].detail
