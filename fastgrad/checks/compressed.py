@@ -170,12 +170,11 @@ def _answer(
             return "pattern"
         if can_be_dense(problem, settings):
             return "dense engine"
-        verdict.findings.note_undecided(found.unexplained)
-        found = None
+        found = verdict.undecided(found.unexplained)
     elif found is None and verdict.hidden() and is_affordable(problem) and can_be_dense(problem, settings):
         verdict.repeat_differences()
         return "dense engine"
-    if found is None:
+    elif found is None:
         verdict.record()
     findings.add(verdict.findings)
     return Outcome(plan, found)
@@ -437,13 +436,20 @@ class _Verdict:
             of_backward.compare_more_rows,
         )
         learnt = []
+        unexplained: float | None = None
         for certify in certifications:
+            if unexplained is not None and certify == self._certify_func:
+                continue  # func is not explained already
             found = certify()
-            if isinstance(found, Failure) or found.ends:
+            if isinstance(found, Failure) or found.refuted:
                 return found
+            if found.unexplained is not None:
+                unexplained = max(found.unexplained, unexplained or 0.0)
             learnt.append((found.rows, found.columns))
         found, pattern = incomplete(learnt), self._compression.pattern
-        return found if found.rows.size and pattern.with_entries(found.rows, found.columns).nnz > pattern.nnz else None
+        if found.rows.size and pattern.with_entries(found.rows, found.columns).nnz > pattern.nnz:
+            return found
+        return None if unexplained is None else incomplete([], unexplained=unexplained)
 
     def _certify_func(self) -> Failure | Incomplete:
         """Compares derivatives of outputs with the analytical entries, which products have confirmed before."""
@@ -454,11 +460,22 @@ class _Verdict:
             return rows
         return self.of_func.follow(rows, self._of_backward.row_alone)
 
+    def undecided(self, unexplained: float) -> Failure | None:
+        """The failure of a wrong entry on the pattern; otherwise records the comparison, without certificates."""
+        failure = self._mismatch() if self._differs() else None
+        self.findings.note_undecided(unexplained)
+        if failure is None:
+            self._record_pairs()
+        return failure
+
     def record(self) -> None:
         """For a check that passed: what was compared, and what the certificates cover."""
         self.findings.certificates += [self.of_func.certificate(), self._of_backward.certificate()]
         if self.hidden():
             self.findings.note_undecided(self.hidden())
+        self._record_pairs()
+
+    def _record_pairs(self) -> None:
         if self.findings.pairs:
             return  # some entries differed at eps, and all were compared one pair at a time
         values = self._of_backward.values, self.numerical
@@ -641,7 +658,12 @@ def _note_certified(findings: Findings, count: int, kind: str, screening: Screen
 
 
 def _largest_change(before: Iterable[Tensor], now: Iterable[Tensor]) -> float:
-    return max(movement_between(a, b) for a, b in zip(before, now, strict=True))
+    """The largest difference; a value that stays NaN, for example next to where func is not defined, is the same."""
+    changes = []
+    for a, b in zip(before, now, strict=True):
+        same = a.isnan() & b.isnan()
+        changes.append(movement_between(a.masked_fill(same, 0.0), b.masked_fill(same, 0.0)))
+    return max(changes)
 
 
 def _screen(

@@ -46,6 +46,12 @@ SAME = 1e-12
 """Relative difference up to which a row that is run separately equals the known one."""
 
 
+def analytical_certificate(kinds: tuple[GradOutputKind, ...], bound: float) -> Certificate:
+    """The certificate of grad_outputs of some kinds."""
+    claim = "the analytical entries outside the sparsity pattern are zero, and backward is linear in grad_output"
+    return linearity_certificate(claim, kinds, bound)
+
+
 class AnalyticalCertificate:
     """Certifies that no entry of the backward lies outside a pattern, and that the backward is linear in grad_output.
 
@@ -91,8 +97,7 @@ class AnalyticalCertificate:
 
     def certificate(self) -> Certificate:
         """The certificate if nothing is missing."""
-        claim = "the analytical entries outside the sparsity pattern are zero, and backward is linear in grad_output"
-        return linearity_certificate(claim, self._tested_kinds, self.bound)
+        return analytical_certificate(self._tested_kinds, self.bound)
 
     def compare_rows(self) -> Failure | Incomplete:
         """Compares rows that were run separately before with the same rows computed together with others."""

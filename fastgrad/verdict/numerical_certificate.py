@@ -120,6 +120,13 @@ def incomplete(
     return Incomplete(rows, columns, refuted, unexplained)
 
 
+def numerical_certificate(directions: int, watched: bool, bound: float) -> Certificate:
+    """The certificate of so many directions; watched: whether outputs were also compared bit by bit."""
+    method = f"{directions} random directions" + watched * ", and bit by bit"
+    method += ": the derivatives along them against the sums of entries"
+    return Certificate("the numerical entries outside the sparsity pattern are zero", method, bound)
+
+
 @dataclass(frozen=True)
 class _Discrepancies:
     """Directional derivatives of each output against the sums of the entries of a pattern.
@@ -193,9 +200,7 @@ class NumericalCertificate:
     def certificate(self) -> Certificate:
         """The certificate if nothing is missing."""
         watched = self._compression.pattern.is_numerical
-        method = f"{DIRECTIONS_WATCHED if watched else DIRECTIONS} random directions" + watched * ", and bit by bit"
-        method += ": the derivatives along them against the sums of entries"
-        return Certificate("the numerical entries outside the sparsity pattern are zero", method, self.bound)
+        return numerical_certificate(DIRECTIONS_WATCHED if watched else DIRECTIONS, watched, self.bound)
 
     def screen(self, values: Tensor) -> list[int]:
         """Outputs that do not change along one direction as the entries predict, worst first."""
@@ -407,8 +412,10 @@ class NumericalCertificate:
     def _subtracted_entries(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
         """The harmless entries that, together with the row's gradient, explain how its output changes."""
         problem, settings = self._problem, self._settings
-        step = self._refuting[row]
-        differences = self._differences_along(step, self._count, extrapolated=self._count, excluded=self._excluded)
+        measure = partial(self._differences_along, count=self._count, extrapolated=self._count, excluded=self._excluded)
+        differences = measure(self._refuting[row])
+        if not bool(differences.derivatives[:, row].isfinite().all()):
+            differences = measure(SMALLER[0])  # func is not defined as far away as the step
         entries, rounding = self._against
         allowed = float(self._compared(differences, entries, rounding).allowed[row]) + NEGLIGIBLE * settings.atol
         found: list[Found] = []

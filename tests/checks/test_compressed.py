@@ -626,3 +626,42 @@ def test_rounding_of_large_products_is_no_failure_without_a_relative_tolerance(n
         x = torch.randint(-4, 5, (n,), generator=generator).double().requires_grad_()
         report = fastgrad.check(lambda x, s=sizes: ScaledBand.apply(x, s), x, eps=2.0**-20, atol=1e-8, rtol=0.0)
         assert report.passed, report
+
+
+class NextToItsDomain(torch.autograd.Function):
+    """A square root whose gradient has one more entry than func, at `row` and `column`."""
+
+    row, column, extra = 32, 33, 5.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gradient = grad_output * 0.5 / x.sqrt()
+        gradient[NextToItsDomain.column] += NextToItsDomain.extra * grad_output[NextToItsDomain.row]
+        return gradient
+
+
+@pytest.mark.parametrize("keywords", [{}, {"engine": "compressed"}], ids=str)
+@pytest.mark.parametrize(
+    ("row", "column", "extra"), [(32, 33, 5.0), (32, 32, 5.0), (32, 33, -1.5e-3), (0, 0, 0.0)], ids=str
+)
+def test_an_input_next_to_the_domain_of_func_hides_nothing(
+    keywords: dict[str, Any], row: int, column: int, extra: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"row": row, "column": column, "extra": extra}.items():
+        monkeypatch.setattr(NextToItsDomain, name, value)
+    x = torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.1
+    x[77] = 1e-7  # func is NaN one step below
+    report = fastgrad.check(NextToItsDomain.apply, (x.requires_grad_(),), **keywords)
+    assert report.verdict == ("failed" if extra else "passed")
+    if extra:
+        assert report.failure is not None
+        assert report.failure.comparison is not None
+        worst = report.failure.comparison.worst
+        assert worst is not None
+        assert (worst.output_index, worst.input_index) == ((row,), (column,))
