@@ -146,7 +146,10 @@ PYBIND11_MODULE(_C, module) {
       .def("repeats", torch::wrap_pybind_function(&SmallProblem::repeats))
       .def("first_other_vjp", torch::wrap_pybind_function(&SmallProblem::first_other_vjp))
       .def("whole_backward", torch::wrap_pybind_function(&SmallProblem::whole_backward))
+      .def("base", torch::wrap_pybind_function(&SmallProblem::base))
       .def("difference_columns", torch::wrap_pybind_function(&SmallProblem::difference_columns))
+      .def("difference_entries", torch::wrap_pybind_function(&SmallProblem::difference_entries))
+      .def("values_at", torch::wrap_pybind_function(&SmallProblem::values_at))
       .def("errors", torch::wrap_pybind_function(&SmallProblem::errors))
       .def("vjps", torch::wrap_pybind_function(&SmallProblem::vjps))
       .def("are_zeros_zero", torch::wrap_pybind_function(&SmallProblem::are_zeros_zero))
@@ -198,6 +201,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("at_dual_level", torch::wrap_pybind_function(&fastgrad::at_dual_level));
   module.def("backward_streams", torch::wrap_pybind_function(&fastgrad::backward_streams));
   module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
+  module.def("explained_sums", torch::wrap_pybind_function(&fastgrad::explained_sums));
   module.def("largest_residuals", torch::wrap_pybind_function(&fastgrad::largest_residuals));
   module.def("largest_errors", torch::wrap_pybind_function(&fastgrad::largest_errors));
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));

@@ -392,4 +392,54 @@ std::vector<double> largest_residuals(
   return largest;
 }
 
+std::optional<double> explained_sums(
+    const at::Tensor& entries, const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& weights,
+    const at::Tensor& sums, double allowed, double rounding) {
+  const int64_t count = entries.numel();
+  check_float64("explained_sums", "entries", entries, 1);
+  check_float64("explained_sums", "weights", weights, 2);
+  check_float64("explained_sums", "sums", sums, 2);
+  TORCH_CHECK(
+      is_plain(entries) && is_plain(weights) && is_plain(sums) && weights.size(0) == sums.size(0),
+      "explained_sums: entries, weights and sums must be contiguous on the CPU, with as many rows of weights as of sums, "
+      "got ",
+      weights.sizes(), " and ", sums.sizes());
+  const auto check_entries = [&](const char* name, const at::Tensor& indices, int64_t size) {
+    check_indices("explained_sums", name, indices);
+    TORCH_CHECK(
+        indices.is_cpu() && indices.numel() == count, "explained_sums: ", name, " must have one element for each of ",
+        count, " entries on the CPU, got ", indices.numel(), " on ", indices.device());
+    if (count > 0) {
+      check_range("explained_sums", name, indices, size);
+    }
+  };
+  check_entries("sources", sources, weights.size(1));
+  check_entries("targets", targets, sums.size(1));
+  const auto* const from = sources.const_data_ptr<int64_t>();
+  const auto* const to = targets.const_data_ptr<int64_t>();
+  const auto* const entry = entries.const_data_ptr<double>();
+  double largest = 0;
+  std::vector<double> totals(sums.size(1));
+  std::vector<double> sizes(sums.size(1));
+  for (int64_t row = 0; row < sums.size(0); ++row) {
+    std::fill(totals.begin(), totals.end(), 0.0);
+    std::fill(sizes.begin(), sizes.end(), 0.0);
+    const double* const weight = weights.const_data_ptr<double>() + row * weights.size(1);
+    for (int64_t e = 0; e < count; ++e) {
+      const double term = entry[e] * weight[from[e]];
+      totals[to[e]] += term;
+      sizes[to[e]] += std::fabs(term);
+    }
+    const double* const sum = sums.const_data_ptr<double>() + row * sums.size(1);
+    for (int64_t i = 0; i < sums.size(1); ++i) {
+      const double explained = allowed + rounding * sizes[i];
+      if (!(std::fabs(sum[i] - totals[i]) <= explained)) {
+        return std::nullopt;
+      }
+      largest = louder(explained, largest);
+    }
+  }
+  return largest;
+}
+
 }  // namespace fastgrad

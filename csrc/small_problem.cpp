@@ -279,6 +279,26 @@ std::variant<at::Tensor, Changed> SmallProblem::difference_columns(double eps) c
   return on_cpu(columns);
 }
 
+std::variant<at::Tensor, Changed> SmallProblem::difference_entries(
+    const Groups& groups, const at::Tensor& columns, double eps) const {
+  const at::Tensor values = empty_on_device({columns.numel()}).zero_();
+  if (auto changed = evaluator_->difference_groups(groups, values, m_, specs_, eps, /*record_graph=*/true)) {
+    return *std::move(changed);
+  }
+  const BelowAutograd guard;
+  const at::Tensor widths = at::empty({n_}, at::kDouble);
+  evaluator_->coordinate_widths(widths, std::vector<double>(blocks_.size(), eps));
+  return on_cpu(values).div_(widths.index_select(0, columns));
+}
+
+std::variant<at::Tensor, Changed> SmallProblem::values_at(const at::Tensor& displacement) const {
+  const at::Tensor values = empty_on_device({m_});
+  if (auto changed = evaluator_->values_along(on_device(displacement), {1.0}, {values}, specs_, /*record_graph=*/true)) {
+    return *std::move(changed);
+  }
+  return on_cpu(values);
+}
+
 std::optional<std::vector<std::vector<std::pair<double, double>>>> SmallProblem::errors(
     const WholeBackward& backward, const at::Tensor& columns, double atol, double rtol, bool check_dtypes) const {
   if (backward.movement != 0 || !backward.add_up || !backward.are_zero) {

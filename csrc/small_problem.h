@@ -72,8 +72,19 @@ class SmallProblem {
       const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
       bool undefined, int64_t fewest_vectorized, double atol, double rtol) const;
 
+  // The outputs of the first evaluation, float64, shape (m,).
+  at::Tensor base() const;
+
   // The numerical Jacobian, float64, shape (n, m); or what func returned if its outputs have other properties.
   std::variant<at::Tensor, Changed> difference_columns(double eps) const;
+
+  // The numerical entries of a sparse Jacobian, as of Evaluator::difference_groups, divided by their steps: float64,
+  // shape (entries,); or what func returned. columns: the column of each entry.
+  std::variant<at::Tensor, Changed> difference_entries(
+      const Groups& groups, const at::Tensor& columns, double eps) const;
+
+  // The outputs at x + displacement (float64, shape (n,)), float64, shape (m,); or what func returned.
+  std::variant<at::Tensor, Changed> values_at(const at::Tensor& displacement) const;
 
   // The largest absolute and relative error, by output and part as in WholeBackward, and by input. Nothing if something
   // remains to be judged: an entry that is wrong; VJPs that move or do not add up; gradients of other sizes, or of
@@ -119,8 +130,7 @@ class SmallProblem {
  private:
   bool take_outputs();
 
-  // The values of the first evaluation, and the relative spacing of each output.
-  at::Tensor base() const;
+  // The relative spacing of each output.
   std::vector<double> ulps() const;
 
   // An empty float64 tensor of this shape on the device of the arguments; and a tensor moved to this device.

@@ -143,6 +143,8 @@ def _take_small_check(small: SmallCheck, problem: Problem, settings: Settings) -
         problem.raise_changed(*small.changed, settings.eps)
     problem.vjps, problem.jvps = small.vjps, small.jvps
     small.certificates = []
+    if small.look is not None:
+        problem.take_base(small.look.base)
     device, products, tangents = problem.device, small.products, small.tangents
     small.backward = None if small.backward is None else small.backward.to(device)
     small.columns = None if small.columns is None else small.columns.to(device)
@@ -297,7 +299,8 @@ def _all_entries(
     """Compares every entry of every Jacobian: those of a sparsity pattern if that costs less, otherwise all."""
     look, obstacle = None, ""
     try:
-        look = first_look(problem, settings) if looks_first(problem, settings) else None
+        known = findings.look if isinstance(findings, SmallCheck) else None
+        look = first_look(problem, settings, known) if looks_first(problem, settings) else None
         if look is not None:
             look.irreproducible.extend(findings.irreproducible)
             findings.irreproducible = look.irreproducible  # shared: the look extends it

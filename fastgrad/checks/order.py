@@ -107,6 +107,8 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
             from fastgrad.checks.sketch import verified  # imported here to keep `import fastgrad` fast
 
             certificates = verified(settings, small.bound).certificates
+    elif small.pattern is not None:
+        plan = small.pattern.plan()
     else:
         plan = small_plan(problem.n, problem.m, settings.engine)
         if settings.check_backward_ad and problem.m > 1:

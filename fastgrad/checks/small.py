@@ -18,8 +18,15 @@ from fastgrad.checks.one_block import (
     whole_backward,
 )
 from fastgrad.checks.small_forward import batched_tangents_agree, columns_agree, products_agree
+from fastgrad.checks.small_pattern import entries_agree, guessed_pattern
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.checks.small_sums import changing_steps_repeat, numerical_columns, open_calls_repeat, sums_agree
+from fastgrad.checks.small_sums import (
+    changing_steps_repeat,
+    earlier_vjps_repeat,
+    numerical_columns,
+    open_calls_repeat,
+    sums_agree,
+)
 from fastgrad.core.errors import as_raised, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import SmallProblem, WholeBackward
@@ -35,6 +42,8 @@ from fastgrad.verdict.grad_outputs import BATCH, batched_difference
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 RELATIVE_STEP = relative_step(torch.float64)
+
+_Agree = Callable[[SmallCheck, Settings], bool]
 
 
 def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings) -> SmallCheck | None:
@@ -70,15 +79,19 @@ def _values_pass(check: SmallCheck, settings: Settings) -> bool:
     """Whether derivatives and differences agree, in sums or entry by entry, and nothing is left to judge."""
     problem = check.problem
     if sketches(problem, settings):
-        if problem.n + problem.m > MOST_AT_ONCE:
-            return False
-        backward_agrees, forward_agrees = sums_agree, products_agree
-    else:
-        if not is_one_block(problem, settings) or looks_first(problem, settings):
-            return False
-        if settings.check_backward_ad and problem.is_custom and not runs_single_rows(problem):
-            return False
-        backward_agrees, forward_agrees = _rows_agree, columns_agree
+        return problem.n + problem.m <= MOST_AT_ONCE and _modes_agree(check, settings, sums_agree, products_agree)
+    pattern = guessed_pattern(check, settings)
+    if pattern is not None and entries_agree(check, settings, pattern):
+        return True
+    if not check.is_consistent or not is_one_block(problem, settings) or looks_first(problem, settings):
+        return False
+    if settings.check_backward_ad and problem.is_custom and not runs_single_rows(problem):
+        return False
+    agree = _modes_agree(check, settings, _rows_agree, columns_agree)
+    return agree and (pattern is None or earlier_vjps_repeat(check, settings, 0))
+
+
+def _modes_agree(check: SmallCheck, settings: Settings, backward_agrees: _Agree, forward_agrees: _Agree) -> bool:
     if settings.check_backward_ad and not backward_agrees(check, settings):
         return check.left_open is not None and _open_rows_agree(check, settings)
     return not settings.check_forward_ad or forward_agrees(check, settings)

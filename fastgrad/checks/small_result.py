@@ -10,11 +10,63 @@ from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Derivatives, SmallProblem
-from fastgrad.report.data import Pair
+from fastgrad.engines.compressed import Compression
+from fastgrad.engines.cost_model import COSTS
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.first_look import KnownLook
+from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Mode, Part
 from fastgrad.verdict.comparison import Findings
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class SmallPattern:
+    """A sparsity pattern in groups, with the grad_outputs that give its rows.
+
+    Attributes
+    ----------
+    inputs
+        The coordinates of the inputs.
+    grad_outputs
+        Float64, shape (row groups + one-hot rows, m).
+    only
+        The output of each of these rows.
+    row_groups
+        The row group of each entry: int64, shape (entries,).
+    one_hot
+        The coordinates of the one-hot rows, which must equal rows that were computed together with others.
+    """
+
+    compression: Compression
+    inputs: tuple[Block, ...]
+    outputs: tuple[Block, ...]
+    grad_outputs: Tensor
+    only: list[int]
+    row_groups: Tensor
+    one_hot: list[int]
+
+    @property
+    def row_group_count(self) -> int:
+        """The number of row groups."""
+        return len(self.only) - len(self.one_hot)
+
+    def plan(self) -> Plan:
+        """The plan of a check of its entries."""
+        groups = self.compression.column_groups.count, self.row_group_count
+        pattern = self.compression.pattern
+        memory = pattern.nnz * COSTS.entry_bytes
+        return Plan(
+            "compressed", 0, 0, True, pattern.origin, column_groups=groups[0], row_groups=groups[1], memory=memory
+        )
+
+    def entries_between(self, output: int, input: int) -> int:
+        """Number of entries in the rows of an output and the columns of an input."""
+        columns = self.compression.pattern.columns[self.compression.entries_of(self.outputs[output])]
+        block = self.inputs[input]
+        return int(((columns >= block.first) & (columns < block.end)).sum())
+
 
 OPEN_SUMS = "decided by the exact engine, because the sketch did not decide"
 """The note on sums that were left open."""
@@ -36,10 +88,14 @@ class SmallCheck(Findings):
     errors
         By output and part, and by input, the largest absolute and relative error; None if something remains to be
         judged.
+    pattern
+        The pattern if only its entries were compared, because all others are certified to be zero.
     tangent_errors
         By input and part, and by output, the same for forward mode.
     differences
         Directional derivatives that agree with VJPs; the weight of each output, empty if all are 1; and the bound.
+    look
+        The evaluation that was compared with guesses of the sparsity pattern.
     steps
         Each step, relative to eps; the noise up to which two evaluations per direction suffice; and the directional
         derivatives, whether they agree or not.
@@ -59,8 +115,10 @@ class SmallCheck(Findings):
     problem: SmallProblem
     changed: tuple[int, int, Any] | None = None
     errors: list[list[tuple[float, float]]] | None = None
+    pattern: SmallPattern | None = None
     tangent_errors: list[list[tuple[float, float]]] | None = None
     differences: tuple[Derivatives, Tensor, float] | None = None
+    look: KnownLook | None = None
     steps: list[tuple[float, float, Derivatives]] = field(default_factory=list)
     left_open: Tensor | None = None
     bound: float = 0.0
@@ -68,6 +126,11 @@ class SmallCheck(Findings):
     jvps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     passes: bool = False
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether calls gave the same values when they were repeated, and none raised or returned something else."""
+        return not (self.moved or self.irreproducible) and self.changed is None and self.early is None
 
     def noted(self, run: Callable[[], Result | None]) -> Result | None:
         """The result of calling func or its backward; None if it raises, which is noted."""
@@ -83,7 +146,13 @@ class SmallCheck(Findings):
         inputs, outputs = self.problem.inputs, self.problem.outputs
         forward = list(_pairs(inputs, outputs, self.tangent_errors, "forward"))
         forward.sort(key=lambda pair: (pair.part == "real", pair.output, pair.input))
-        return [*_pairs(outputs, inputs, self.errors, "reverse"), *forward]
+        reverse = _pairs(outputs, inputs, self.errors, "reverse")
+        if self.pattern is not None:
+            entries_between = self.pattern.entries_between
+            return [
+                pair._replace(entries=entries_between(pair.output, pair.input), on_pattern=True) for pair in reverse
+            ]
+        return [*reverse, *forward]
 
 
 _Places = list[tuple[int, int, int]]

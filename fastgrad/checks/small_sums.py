@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.errors import raise_if_transient
-from fastgrad.core.native import Derivatives, Layout, RandomDirections, flattened, largest_residuals
+from fastgrad.core.native import Derivatives, Layout, RandomDirections, SmallProblem, flattened, largest_residuals
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import SKETCH_DIRECTIONS
@@ -97,7 +97,7 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
         if _agree(settings, differences, *done):
             if not changing_steps_repeat(check, settings, last_agrees=True):
                 return False
-            if not check.noted(partial(_replaced_vjps_repeat, check, settings, done[0].of_all)):
+            if not check.noted(partial(earlier_vjps_repeat, check, settings, done[0].of_all)):
                 return False
             check.bound, check.differences = bound, (differences, weight, bound)
             third = partial(_same_on_third, check, settings, *done)
@@ -149,7 +149,7 @@ def changing_steps_repeat(check: SmallCheck, settings: Settings, last_agrees: bo
             settings,
             differences.derivatives,
             last[2].derivatives,
-            _rounding_of_differences(check, settings.eps * step),
+            rounding_of_differences(check.problem, settings.eps * step),
         )
     ]
     return _steps_repeat(check, settings, changing if last_agrees or not changing else [*changing, last])
@@ -159,7 +159,7 @@ def _steps_repeat(check: SmallCheck, settings: Settings, steps: Sequence[tuple[f
     """Whether the differences of some steps are the same if they are repeated; notes if they are not."""
     for step, budget, before in steps:
         again = _differences(check, settings, step, budget)
-        rounding = _rounding_of_differences(check, settings.eps * step)
+        rounding = rounding_of_differences(check.problem, settings.eps * step)
         # None: func raises, or returns other outputs, which it did not before.
         if again is None or any(
             derivatives_move(settings, *pair, rounding)
@@ -204,17 +204,17 @@ def _step_factor(settings: Settings, differences: Derivatives) -> float:
     return factor
 
 
-def _rounding_of_differences(check: SmallCheck, step: float) -> float:
+def rounding_of_differences(problem: SmallProblem, step: float) -> float:
     """The error of differences if rounding changes the largest output by two unit roundoffs."""
-    size = max((largest(output.detach()) for output in check.problem.graph.outputs), default=0.0)
-    return 2 * check.problem.unit_roundoff * size / step
+    size = max((largest(output.detach()) for output in problem.graph.outputs), default=0.0)
+    return 2 * problem.unit_roundoff * size / step
 
 
 def _noise_moves(check: SmallCheck, settings: Settings, step: float, budget: float, differences: Derivatives) -> bool:
     """As `func_moves`, for differences at a step."""
     return func_moves(
         settings,
-        _rounding_of_differences(check, settings.eps * step),
+        rounding_of_differences(check.problem, settings.eps * step),
         differences,
         partial(_differences, check, settings, step, budget),
         is_quiet=lambda again: _weight(check, settings, again, 1.0) is not None,
@@ -308,7 +308,7 @@ def _all_vjps(
         return None
     gradients, match = problem.vjps(made.vectors, made.layouts, made.only)
     check.vjps += len(made.only)
-    _add_products(check, made.vectors[: made.of_all], gradients[: made.of_all])
+    add_products(check, made.vectors[: made.of_all], gradients[: made.of_all])
     if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
         check.moved = True
         return None
@@ -320,7 +320,7 @@ def _all_vjps(
     if problem.is_custom:
         again = torch.cat([again, gradients[made.again : made.again + 1]])
     if not _same_as_early(check, settings, plain, again, early):
-        _add_products(check, unweighted, product)
+        add_products(check, unweighted, product)
         return None
     if made.separate:
         parts = gradients[made.separate]
@@ -341,17 +341,17 @@ def _all_vjps(
     return gradients
 
 
-def _add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
+def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
     """Adds VJPs, with their cotangents, to those that later ones must add up to."""
     earlier = check.products or (vectors[:0], gradients[:0])
     check.products = torch.cat([earlier[0], vectors]), torch.cat([earlier[1], gradients])
 
 
 @phase("repeated calls")
-def _replaced_vjps_repeat(check: SmallCheck, settings: Settings, last: int) -> bool:
-    """Whether VJPs that others replaced, because of other weights, add up to the VJP of the sum of their cotangents.
+def earlier_vjps_repeat(check: SmallCheck, settings: Settings, last: int) -> bool:
+    """Whether VJPs that decided nothing add up to the VJP of the sum of their cotangents.
 
-    last: the number of rows that were compared with differences.
+    last: the number of the last rows, which decided.
     """
     assert check.products is not None
     cotangents, gradients = (rows[: rows.shape[0] - last] for rows in check.products)

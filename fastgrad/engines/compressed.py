@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -111,9 +112,26 @@ class Compression:
         return slice(*(int(self.pattern.starts[row]) for row in (output.first, output.end)))
 
 
+class Coordinates(Protocol):
+    """What coloring needs to know of a problem."""
+
+    @property
+    def inputs(self) -> tuple[Block, ...]: ...
+    @property
+    def outputs(self) -> tuple[Block, ...]: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def m(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def mixes_inputs(self) -> bool: ...
+
+
 @phase("coloring")
 def compress(
-    problem: Problem, pattern: Pattern, excluded_rows: Mask | None = None, excluded_columns: Mask | None = None
+    problem: Coordinates, pattern: Pattern, excluded_rows: Mask | None = None, excluded_columns: Mask | None = None
 ) -> Compression:
     """Colors columns and rows, except excluded ones: masks, shapes (m,) and (n,)."""
     if excluded_rows is not None or excluded_columns is not None:
@@ -144,7 +162,7 @@ def compress(
     return Compression(pattern, rows, columns, column_groups, tuple(row_groups), column_colors, *masks)
 
 
-def _by_step(problem: Problem, colors: Indices) -> Indices:
+def _by_step(problem: Coordinates, colors: Indices) -> Indices:
     """Splits colors, so that columns of inputs with different steps have different colors."""
     steps = np.repeat([block.step for block in problem.inputs], [block.size for block in problem.inputs])
     _, kinds = np.unique(steps, return_inverse=True)

@@ -29,6 +29,8 @@ class CostModel:
     small_sketch_seconds, small_sketch_calls
         The same for a small check of plain functions. The calls that the dense engine makes in addition to rows and
         columns are subtracted: a small sketch makes about 7 evaluations and 9 VJPs, the dense engine 2 and 6.
+    small_pattern_seconds, small_pattern_calls
+        The same for the entries of a pattern in a small check, without its groups.
     guess_seconds
         Seconds for guessing a pattern and computing with it, without the calls, plus a margin.
     align_seconds
@@ -73,6 +75,8 @@ class CostModel:
     sketch_calls: int = 24
     small_sketch_seconds: float = 0.05e-3
     small_sketch_calls: int = 9
+    small_pattern_seconds: float = 0.3e-3
+    small_pattern_calls: int = 18
     guess_seconds: float = 1.5e-3
     align_seconds: float = 4.5e-3
     probe_seconds: float = 15e-3

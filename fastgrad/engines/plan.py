@@ -121,6 +121,13 @@ def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
     return calls > TINY and dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds
 
 
+def small_pattern_pays(problem: SmallProblem, column_groups: int, rows: int) -> bool:
+    """Whether a small check of a pattern with so many column groups and rows costs less than the dense engine."""
+    seconds, costs = usual_seconds(problem, problem.undisturbed_seconds), cost_model.COSTS
+    calls = costs.small_pattern_calls + 2 * column_groups + costs.vjp_evaluations * rows
+    return dense_seconds(problem, seconds) > costs.small_pattern_seconds + calls * seconds
+
+
 def compares_open_entries(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether all entries are compared, not sums at other steps, if the sums of a small check decided nothing."""
     most = MOST_OPEN_CALLS_OF_CUSTOM if problem.is_custom else MOST_OPEN_CALLS

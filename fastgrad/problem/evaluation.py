@@ -184,11 +184,12 @@ class Evaluation:
             self.device = self.outputs[0].tensor.device
         if self.has_graph:
             graph = tuple(results[position] for position in positions)
-            self._recorded = _Recorded(graph) if self.evaluations == 1 else None
+            first = _Recorded(graph)
+            self._recorded = first if self.evaluations == 1 else None
             self.nodes, self.custom_nodes = native.count_nodes(graph, MOST_NODES)
             self.is_custom = not native.runs_no_custom_code(graph, self._input_tensors)
             self.vectorizes = not self.is_custom
-            self._first = self._recorded
+            self._first = first if self.evaluations == 1 or not self.mutates_inputs else None
         self._specs = [native.OutputSpec(block.position, block.tensor) for block in self.outputs]
         self._ulps = [spacing(block.tensor.dtype) for block in self.outputs]
         self.unit_roundoff = max([*self._ulps, *[spacing(block.tensor.dtype) for block in self.inputs]]) / 2
@@ -363,6 +364,10 @@ class Evaluation:
             else:
                 self._base = self.evaluate(True, self.nowhere())
         return self._base
+
+    def take_base(self, base: Tensor) -> None:
+        """Uses outputs at x that are known: float64, shape (m,)."""
+        self._base = base.to(self.device)
 
     def nowhere(self) -> Tensor | None:
         """The displacement for evaluations at x: None, or zeros if func gets stand-ins for perturbed inputs.

@@ -67,19 +67,30 @@ class FirstLook:
     irreproducible: list[str] = field(default_factory=list)
 
 
-def first_look(problem: Problem, settings: Settings) -> FirstLook:
+@dataclass(frozen=True, slots=True)
+class KnownLook:
+    """A displacement of a random half of the inputs, shape (n,), and the outputs at x and there, shape (m,)."""
+
+    displacement: Tensor
+    base: Tensor
+    values: Tensor
+
+
+def first_look(problem: Problem, settings: Settings, known: KnownLook | None = None) -> FirstLook:
     """Compares the outputs of func with and without a graph, at one point next to x.
 
     If they are equal, evaluations for differences do not record a graph. Otherwise they do, and also if func raises
     without a graph, for example because it calls autograd itself. The comparison takes two evaluations, in addition to
     the first one at x. Two evaluations at x itself are compared later, if a pattern is sought by comparing outputs bit
     by bit.
+
+    known: results of a small check, which has made the first of these evaluations.
     """
     half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
-    displacement = problem.displacement(half.to(problem.device), settings.eps)
+    displacement = problem.displacement(half.to(problem.device), settings.eps) if known is None else known.displacement
     # Outputs may be views of inputs. If inputs are restored, such outputs change, so func is evaluated again.
     base = problem.evaluate(True) if problem.mutates_inputs else problem.base()
-    next_to_x, plain = torch.empty_like(base), torch.empty_like(base)
+    next_to_x, plain = torch.empty_like(base) if known is None else known.values, torch.empty_like(base)
     moved = half.numpy() != 0
 
     def evaluate(values: Tensor, record: bool) -> float:
@@ -98,7 +109,7 @@ def first_look(problem: Problem, settings: Settings) -> FirstLook:
         return not is_moved(problem, settings, again, values)
 
     try:
-        seconds = evaluate(next_to_x, True)
+        seconds = evaluate(next_to_x, True) if known is None else problem.undisturbed_seconds
     except Exception as error:  # func accepts only single steps
         raise_if_transient(error, partial(evaluate, next_to_x, True))
         return look(True, None, problem.seconds)

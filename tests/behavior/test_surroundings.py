@@ -203,7 +203,8 @@ def verdicts(engine: dict[str, Any]) -> list[str]:
                 try:
                     report = fastgrad.check(func, inputs, order=order, **forward, **engine)
                     causes = [cause.name for cause in report.causes]
-                    rests_on = [certificate.claim for certificate in report.certificates]
+                    # A default device is a mode. Then there are no small checks, which may use another engine.
+                    rests_on = [certificate.claim for certificate in report.certificates if engine]
                     found.append(f"{report.passed} {report.failure and report.failure.kind} {causes} {rests_on}")
                 except Exception as error:
                     found.append(f"{type(error).__name__}: {error}")

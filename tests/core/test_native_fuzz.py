@@ -306,6 +306,10 @@ class Scene:
             "runs_no_custom_code": (native.runs_no_custom_code, (graph, list(self.arguments))),
             "backward_streams": (native.backward_streams, (graph, list(self.arguments))),
             "is_plain_zero": (native.is_plain_zero, (v, v.clone())),
+            "explained_sums": (
+                native.explained_sums,
+                (f64(3), i64(0, 1, 2), i64(1, 0, 1), f64(2, 3), f64(2, 2), 1e-6, 1e-15),
+            ),
             "largest_residuals": (native.largest_residuals, (f64(3, 5), f64(2, 5), f64(3, 4), f64(2, 4))),
             "largest_errors": (
                 native.largest_errors,

@@ -1,0 +1,335 @@
+"""Small checks of every entry of a sparse Jacobian whose pattern is guessed, from as few calls as possible.
+
+The guesses are functions of which each output element depends on at most one element of each input. They are certified
+by the differences and VJPs of `small_sums`. Whatever these do not explain is left to the complete check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgrad.checks.small_result import SmallCheck, SmallPattern
+from fastgrad.checks.small_sums import (
+    add_products,
+    changing_steps_repeat,
+    rounding_of_differences,
+    sums_agree,
+)
+from fastgrad.core.errors import raise_if_transient
+from fastgrad.core.native import Layout, explained_sums, flattened, largest_errors
+from fastgrad.core.phases import phase
+from fastgrad.core.random import GRAPH_STREAM, direction
+from fastgrad.core.tensors import largest
+from fastgrad.engines.blocks import MOST_AT_ONCE, one_hot_elements
+from fastgrad.engines.compressed import compress
+from fastgrad.engines.grad_output_kinds import DENSE, GRAD_OUTPUT_KINDS
+from fastgrad.engines.plan import admitted_entries, looks_first, sketch_size, small_pattern_pays
+from fastgrad.engines.sketch import derivatives_move
+from fastgrad.problem.coordinates import Block
+from fastgrad.problem.first_look import KnownLook, is_moved
+from fastgrad.report.settings import Settings
+from fastgrad.structure import sparsity
+from fastgrad.structure.detection import CURVED
+from fastgrad.structure.sparsity import Mask, Pattern
+from fastgrad.verdict.analytical_certificate import analytical_certificate
+from fastgrad.verdict.linearity import SUM_ROUNDING, TERM_ROUNDING
+from fastgrad.verdict.numerical_certificate import NEGLIGIBLE, ROUNDING, numerical_certificate
+
+LARGEST_SHARE = 1 / 4
+"""Largest error of a sum of entries, relative to atol, that rounding and curvature may explain."""
+
+MOST_CACHED = 1 << 12
+"""Largest number of coordinates of inputs and outputs for which guesses by shapes are kept (up to 0.3 MB each), because
+a test suite checks many functions of the same shapes."""
+
+FEWEST_UNREACHED = 4
+"""Number of outputs that must not depend on the half of the inputs that moves first. With fewer such outputs, this
+evaluation refutes few wrong guesses."""
+
+NOISE_MARGIN = 9.0
+"""Noise is measured along the first direction. Components of directions differ by factors of up to 3, so errors by
+curvature differ by factors of up to 9."""
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The coordinates of real strided tensors of some shapes."""
+
+    inputs: tuple[Block, ...]
+    outputs: tuple[Block, ...]
+    device = torch.device("cpu")
+    mixes_inputs = False
+
+    @property
+    def n(self) -> int:
+        return self.inputs[-1].end
+
+    @property
+    def m(self) -> int:
+        return self.outputs[-1].end
+
+
+def guessed_pattern(check: SmallCheck, settings: Settings) -> SmallPattern | None:
+    """A pattern that agrees with one more evaluation, if comparing its entries costs less than comparing all."""
+    problem = check.problem
+    if settings.engine != "auto" or settings.check_forward_ad or problem.is_custom or not problem.m:
+        return None
+    if problem.tensor_device.type != "cpu" or problem.n + problem.m > MOST_AT_ONCE:
+        return None
+    if not small_pattern_pays(problem, 1, 1) or any(width > 1 for _, _, width in (*problem.inputs, *problem.outputs)):
+        return None
+    reacted: Mask | None = None
+    for pattern in _guesses(check):
+        if not small_pattern_pays(problem, pattern.compression.column_groups.count, len(pattern.only)):
+            continue
+        entries, reached = pattern.compression.pattern.nnz, _reached(pattern, settings.seed)
+        if admitted_entries(settings, entries) < entries or reached.size - reached.sum() < FEWEST_UNREACHED:
+            continue
+        reacted = _reacting_outputs(check, settings) if reacted is None else reacted
+        if reacted is None or problem.evaluator.mutates_inputs:
+            return None
+        if not (reacted & ~reached).any():
+            return pattern
+    _repeat_look(check, settings)
+    return None
+
+
+def _repeat_look(check: SmallCheck, settings: Settings) -> None:
+    """Notes if func gives other values next to the inputs when it is called again; `first_look` does so in any case."""
+    if check.look is None or looks_first(check.problem, settings):
+        return
+    again = _values_at(check, check.look.displacement)
+    if again is None or is_moved(check.problem, settings, again, check.look.values):
+        check.irreproducible.append("next to the inputs")
+
+
+@lru_cache(16)
+def _halved(n: int, seed: int) -> Tensor:
+    """A random half of the inputs' coordinates: float64, zero for the other half."""
+    return direction(n, seed, GRAPH_STREAM, halved=True)
+
+
+@lru_cache(16)
+def _reached(pattern: SmallPattern, seed: int) -> Mask:
+    """The outputs that a pattern predicts to change if these coordinates move."""
+    pattern_of_entries = pattern.compression.pattern
+    return pattern_of_entries.touched(_halved(pattern_of_entries.n, seed).numpy() != 0)
+
+
+def entries_agree(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> bool:
+    """Compares the entries on a pattern, and certifies that there are no others; whether nothing is left to judge.
+
+    The VJPs of the rows run on the first graph, after the differences have called func.
+    """
+    numerical = _numerical_entries(check, settings, pattern)
+    if numerical is None:
+        return False
+    gradients = check.noted(partial(_rows, check, settings, pattern))
+    if gradients is None:
+        return False
+    compression = pattern.compression
+    analytical = gradients[pattern.row_groups, compression.columns]
+    errors = _errors(settings, pattern, gradients, numerical)
+    if (
+        errors is not None
+        and sums_agree(check, settings)
+        and _sums_are_explained(check, settings, pattern, gradients, analytical)
+    ):
+        check.errors, check.pattern = errors, pattern
+        return True
+    _repeat_what_differs(check, settings, pattern, numerical)
+    add_products(check, pattern.grad_outputs, gradients)
+    check.left_open = None  # the complete check does not compare sums
+    return False
+
+
+def _repeat_what_differs(check: SmallCheck, settings: Settings, pattern: SmallPattern, numerical: Tensor) -> None:
+    """Notes if differences that decided nothing are not the same when they are repeated."""
+    if not check.is_consistent:
+        return
+    if check.steps and not changing_steps_repeat(check, settings, last_agrees=False):
+        return
+    again = _numerical_entries(check, settings, pattern)
+    rounding = rounding_of_differences(check.problem, settings.eps)
+    if again is None or derivatives_move(settings, again, numerical, rounding):
+        check.irreproducible.append("at steps of several inputs")
+        return
+    _repeat_look(check, settings)
+
+
+def _guesses(check: SmallCheck) -> Iterator[SmallPattern]:
+    problem = check.problem
+    sides = problem.graph.inputs, problem.graph.outputs
+    shapes = tuple(tuple(tensor.shape for tensor in side) for side in sides)
+    cached = problem.n + problem.m <= MOST_CACHED
+    yield from (_guesses_by_shape if cached else _guesses_by_shape.__wrapped__)(*shapes)
+    values, results = (flattened([tensor.detach() for tensor in side]).numpy() for side in sides)
+    pattern = sparsity.guess_moved(values, results, np.ones(results.size, dtype=np.bool_))
+    if pattern is not None:
+        yield _in_groups(_Shapes(*(_blocks(side) for side in shapes)), pattern)
+
+
+@lru_cache(16)
+def _guesses_by_shape(inputs: tuple[torch.Size, ...], outputs: tuple[torch.Size, ...]) -> tuple[SmallPattern, ...]:
+    shapes = _Shapes(_blocks(inputs), _blocks(outputs))
+    guesses = (
+        sparsity.guess_pointwise(shapes.inputs, shapes.outputs),
+        sparsity.guess_in_order(shapes.inputs, shapes.outputs),
+    )
+    return tuple(_in_groups(shapes, pattern) for pattern in guesses if pattern is not None)
+
+
+def _blocks(shapes: tuple[torch.Size, ...]) -> tuple[Block, ...]:
+    blocks: list[Block] = []
+    for number, shape in enumerate(shapes):
+        first = blocks[-1].end if blocks else 0
+        blocks.append(Block(number, number, torch.empty(shape, device="meta"), first, shape.numel()))
+    return tuple(blocks)
+
+
+def _in_groups(shapes: _Shapes, pattern: Pattern) -> SmallPattern:
+    compression = compress(shapes, pattern)
+    vectors: list[Tensor] = []
+    only: list[int] = []
+    one_hot: list[int] = []
+    row_groups = torch.empty(pattern.nnz, dtype=torch.int64, device="cpu")
+    for output, grouping in zip(shapes.outputs, compression.row_groups, strict=True):
+        for group, entries in enumerate(grouping.entries()):
+            row_groups[entries] = len(vectors)
+            vectors.append(output.first + torch.from_numpy(grouping.members(group)))
+            only.append(output.index)
+    for output in shapes.outputs:
+        for element in one_hot_elements(output.size, 0) if output.size else []:
+            one_hot.append(output.first + element)
+            vectors.append(torch.tensor([output.first + element], device="cpu"))
+            only.append(output.index)
+    grad_outputs = torch.zeros(len(vectors), shapes.m, dtype=torch.float64, device="cpu")
+    for row, coordinates in enumerate(vectors):
+        grad_outputs[row, coordinates] = 1.0
+    return SmallPattern(compression, shapes.inputs, shapes.outputs, grad_outputs, only, row_groups, one_hot)
+
+
+def _reacting_outputs(check: SmallCheck, settings: Settings) -> Mask | None:
+    """The outputs that change if a random half of the inputs moves; None if func accepts only single steps."""
+    displacement, base = _halved(check.problem.n, settings.seed) * settings.eps, check.problem.base()
+    values = _values_at(check, displacement)
+    if values is None:
+        return None
+    check.look = KnownLook(displacement, base, values)
+    return (values.view(torch.int64) != base.view(torch.int64)).numpy()
+
+
+def _values_at(check: SmallCheck, displacement: Tensor) -> Tensor | None:
+    evaluate = partial(check.problem.values_at, displacement)
+    try:
+        values = evaluate()
+    except Exception as error:
+        raise_if_transient(error, evaluate)
+        return None
+    return None if isinstance(values, tuple) else values
+
+
+@phase("numerical columns")
+def _numerical_entries(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> Tensor | None:
+    """The numerical entries, shape (entries,); None if func accepts only single steps, or returns something else."""
+    compression = pattern.compression
+    evaluate = partial(
+        check.problem.difference_entries, compression.column_groups.groups, compression.columns, settings.eps
+    )
+    try:
+        found = evaluate()
+    except Exception as error:
+        raise_if_transient(error, evaluate)
+        return None
+    return None if isinstance(found, tuple) else found
+
+
+@phase("backward")
+def _rows(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> Tensor | None:
+    """The VJPs of the grad_outputs of a pattern, shape (rows, n); None if a gradient has a wrong size or dtype."""
+    rows = len(pattern.only)
+    gradients, match = check.problem.vjps(pattern.grad_outputs, [Layout.CONTIGUOUS] * rows, pattern.only)
+    check.vjps += rows
+    check.moved = not match.sizes or (settings.check_grad_dtypes and not match.dtypes)
+    return None if check.moved else gradients
+
+
+@phase("comparison")
+def _errors(
+    settings: Settings, pattern: SmallPattern, gradients: Tensor, numerical: Tensor
+) -> list[list[tuple[float, float]]] | None:
+    """By output, and by input, the largest absolute and relative error; None if an entry is wrong."""
+    compression = pattern.compression
+    columns = gradients.new_zeros(gradients.shape[1], gradients.shape[0])
+    columns[compression.columns, pattern.row_groups] = numerical
+    inputs = [(block.size, False, settings.atol, settings.rtol) for block in pattern.inputs]
+    errors = []
+    first = 0
+    for grouping in compression.row_groups:
+        own = largest_errors(gradients[first : first + grouping.count], columns, first, 1, inputs)
+        if own is None:
+            return None
+        errors.append(own)
+        first += grouping.count
+    return errors
+
+
+def _explains_look(check: SmallCheck, settings: Settings, analytical: Tensor, columns: Tensor, rows: Tensor) -> bool:
+    """Whether the entries explain the outputs next to the inputs, up to curvature."""
+    assert check.look is not None
+    look = check.look
+    allowed = settings.eps * settings.atol + ROUNDING * check.problem.unit_roundoff * largest(look.base)
+    change = (look.values - look.base)[None]
+    return explained_sums(analytical, columns, rows, look.displacement[None], change, allowed, CURVED) is not None
+
+
+@phase("certificates")
+def _sums_are_explained(
+    check: SmallCheck, settings: Settings, pattern: SmallPattern, gradients: Tensor, analytical: Tensor
+) -> bool:
+    """Whether entries outside of the pattern are zero: the entries must explain derivatives along directions, and VJPs.
+
+    Adds the certificates.
+    """
+    problem, compression = check.problem, pattern.compression
+    assert check.differences is not None
+    assert check.products is not None
+    differences, weight, _ = check.differences
+    if weight.numel():
+        return False  # some outputs are too noisy for all sums
+    columns, rows, negligible = compression.columns, compression.rows, NEGLIGIBLE * settings.atol
+    rounding = ROUNDING * 2 * problem.unit_roundoff / differences.step
+    allowed = max(negligible, NOISE_MARGIN * largest(differences.noise) + rounding * largest(problem.base()))
+    of_func = explained_sums(analytical, columns, rows, differences.directions, differences.derivatives, allowed, 0.0)
+    if (
+        of_func is None
+        or not of_func <= LARGEST_SHARE * settings.atol
+        or not _explains_look(check, settings, analytical, columns, rows)
+    ):
+        return False
+    rounding = (TERM_ROUNDING + SUM_ROUNDING * compression.most_in_column**0.5) * problem.unit_roundoff
+    count = pattern.row_group_count
+    alone = pattern.grad_outputs[count:], gradients[count:]
+    sizes = [
+        explained_sums(analytical, rows, columns, *products, negligible, rounding)
+        for products in (check.products, alone)
+    ]
+    if None in sizes:
+        return False
+    # An entry that was computed together with a larger one is multiplied by the difference of two random numbers.
+    chance = (4 * (1 - settings.confidence)) ** (1 / sketch_size(settings.confidence))
+    of_backward = max(size for size in sizes if size is not None) / chance
+    if not of_backward <= settings.atol:
+        return False
+    watched, count = compression.pattern.is_numerical, len(differences.derivatives)
+    check.certificates += [
+        numerical_certificate(count, watched, 2 * of_func),
+        analytical_certificate((*GRAD_OUTPUT_KINDS, DENSE), of_backward),
+    ]
+    return True
