@@ -247,7 +247,7 @@ class _Screen:
         if not search.doubtful and all_count and not sketch.allowance:
             return self._verified(self._bound)
         hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.allowance) / weight, math.inf)
-        verified = (hidden <= settings.atol + settings.rtol * differences.size()) & hidden.isfinite()
+        verified = (hidden <= settings.allowed(differences.size())) & hidden.isfinite()
         verified[[*search.doubtful]] = False
         for row, size in self._doubted.items():
             if float(hidden[row]) > size:  # this step size does not resolve what was seen at another one

@@ -142,7 +142,7 @@ class _ForwardScreen:
 
     def _verify(self, differences: Differences, excess: Tensor, errors: Tensor, resolution: Tensor) -> None:
         """Marks the outputs that are verified, and notes the errors that are left open otherwise."""
-        allowed = self._settings.atol + self._settings.rtol * differences.size()
+        allowed = self._settings.allowed(differences.size())
         contradicts = (resolution > self._suspected) & (self._suspected > 0)
         verified = self._pending & (4 * differences.noise <= allowed) & (excess <= 1).all(0) & ~contradicts
         left_open = torch.where(verified, resolution, torch.maximum(resolution, 4 * errors.amax(0)))

@@ -113,8 +113,8 @@ def _places(sample: Sample, side: Side, settings: Tolerances) -> _WrongElements 
         of_each = torch.empty(unique.numel(), dtype=values.dtype, device="cpu")
         of_each[number] = values[nonzero]
         values = of_each
-    allowed = settings.atol + settings.rtol * sample.numerical.abs()
-    of_entries = ((sample.analytical - sample.numerical).abs() / allowed).nan_to_num(math.inf)[nonzero]
+    error = (sample.analytical - sample.numerical).abs() / settings.allowed(sample.numerical)
+    of_entries = error.nan_to_num(math.inf)[nonzero]
     excess = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").scatter_reduce(
         0, number, of_entries, "amax"
     )

@@ -60,7 +60,7 @@ class _Matrices:
     def explains(self, rearranged: Tensor) -> int:
         """Number of wrong entries that a rearrangement explains; 0 if it contradicts any known entry."""
         some = rearranged[self._some_wrong] - self.analytical[self._some_wrong]
-        if bool((some.abs() > self.settings.atol + self.settings.rtol * rearranged[self._some_wrong].abs()).any()):
+        if bool((some.abs() > self.settings.allowed(rearranged[self._some_wrong])).any()):
             return 0  # the usual case: testing these few entries first takes a hundredth of the time of testing all
         # Only nonzero entries are compared first: a zero agrees with any other zero.
         places, analytical = self._nonzero
@@ -68,7 +68,7 @@ class _Matrices:
         known = ~some.isnan()
         if int(known.sum()) < max(2, analytical.numel() // 2):
             return 0
-        off = (some - analytical).abs() > self.settings.atol + self.settings.rtol * some.abs()
+        off = (some - analytical).abs() > self.settings.allowed(some)
         if bool((off & known).any()):
             return 0
         known = ~(rearranged.isnan() | self.analytical.isnan())
@@ -91,8 +91,7 @@ class _Matrices:
         return wrong[:SOME].unbind(1)
 
     def _close(self, other: Tensor) -> Tensor:
-        allowed = self.settings.atol + self.settings.rtol * other.abs()
-        return (self.analytical - other).abs() <= allowed
+        return (self.analytical - other).abs() <= self.settings.allowed(other)
 
 
 def _matrices(sample: Sample, settings: Tolerances) -> _Matrices | None:
@@ -230,7 +229,7 @@ def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     a, n = (matrix.reshape(m, size) for matrix in (matrices.analytical, matrices.numerical))
     if a.is_complex():
         a, n = a.abs(), n.abs()
-    allowed = matrices.settings.atol + matrices.settings.rtol * n.abs().max()
+    allowed = matrices.settings.allowed(n.abs().max())
     for dim, what, count in ((1, "the gradient", size), (0, "grad_output", m)):
         other = n.shape[1 - dim]
         if count < 2 or other < 2:
@@ -266,7 +265,7 @@ def _flattened(matrices: _Matrices, sample: Sample) -> _Flat | None:
     a, n = (matrix.reshape(shape) for matrix in (matrices.analytical, matrices.numerical))
     known = ~(a.isnan() | n.isnan())
     a, n = a.nan_to_num(0.0), n.nan_to_num(0.0)
-    wrong = known & ~((a - n).abs() <= matrices.settings.atol + matrices.settings.rtol * n.abs())
+    wrong = known & ~((a - n).abs() <= matrices.settings.allowed(n))
     return _Flat(a, n, known, wrong)
 
 
@@ -279,7 +278,7 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     # grad_output over all dimensions, every analytical entry of the row has its value. If backward sums over wrong
     # dimensions, some wrong entries have its value, and the others are zero.
     row = flat.n.gather(1, flat.n.abs().argmax(1, keepdim=True))
-    equal = (flat.a - row).abs() <= matrices.settings.atol + matrices.settings.rtol * row.abs()
+    equal = (flat.a - row).abs() <= matrices.settings.allowed(row)
     everywhere = bool((equal | ~flat.known).all())
     misplaced = bool(_broadcast_dims(sample)) and bool((equal | (flat.a == 0) | ~flat.known).all())
     if (everywhere and flat.a.shape[1] > 1) or (misplaced and bool((flat.wrong & (flat.n == 0)).any())):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -22,6 +22,7 @@ from fastgrad.core.precision import ROUNDING, spacing
 from fastgrad.core.tensors import near
 from fastgrad.problem.coordinates import block_with, per_coordinate
 from fastgrad.problem.problem import Problem
+from fastgrad.report.settings import Tolerances
 
 Array = NDArray[np.float64]
 
@@ -133,12 +134,12 @@ class Refinement:
         """The refinement of some of the entries."""
         return Refinement(*(getattr(self, field.name)[entries] for field in fields(self)))
 
-    def is_kink(self, entry: int, atol: float, rtol: float) -> bool:
+    def is_kink(self, entry: int, own: Tolerances) -> bool:
         """Whether the one-sided derivatives differ by more than the tolerance, at smaller steps, too."""
         left, right = self.left[entry].item(), self.right[entry].item()
         if bool(self.curved[entry]):
             return False
-        return abs(left - right) > 2 * (atol + rtol * max(abs(left), abs(right)))
+        return abs(left - right) > 2 * (own.atol + own.rtol * max(abs(left), abs(right)))
 
 
 @dataclass(frozen=True)
@@ -288,134 +289,113 @@ def _pairs(
         yield from zip(*(values[sign::2, outputs].unbind() for sign in (0, 1)), strict=True)
 
 
-def settled(found: Sequence[Measured], atol: float, rtol: float) -> Refinement:
+def settled(found: Sequence[Measured], own: Tolerances) -> Refinement:
     """The derivatives from several measurements, concatenated. All their inputs must have the same step size.
 
     An estimate from some steps counts only if all smaller steps agree with it up to func's own noise. Otherwise large
     steps would make a rounding function look like the identity.
     """
-    most = max(len(one.steps) for one in found)
-    rounding, left, right, at_eps, drift = (
-        torch.cat([getattr(one, name) for one in found]) for name in ("rounding", "left", "right", "at_eps", "drift")
-    )
-    steps, widths, changes, bends = (
-        torch.cat([pad(getattr(one, name), (0, 0, 0, most - len(one.steps))) for one in found], 1)
-        for name in ("steps", "widths", "changes", "bends")
-    )
-    taken = widths != 0
-    slopes = torch.where(taken, changes / widths, 0.0)
-    eps, ratio = found[0].eps, found[0].ratio
-    values, errors = extrapolate(slopes, widths, rounding, atol, rtol, ratio)
-    doubtful = _is_rounded(slopes, steps, left, right, values, errors, eps, atol, rtol)
-    doubtful |= _is_staircase(steps, widths, changes, bends, values, rounding, eps, atol, rtol)
+    one = _joined(found)
+    eps, slopes = one.eps, torch.where(one.widths != 0, one.changes / one.widths, 0.0)
+    values, errors = extrapolate(slopes, one.widths, one.rounding, own, one.ratio)
+    doubtful = _is_rounded(one, slopes, values, errors, own) | _is_staircase(one, values, own)
     some = doubtful.nonzero().reshape(-1)
     if some.numel():
         # Rounding of func: how far smaller steps deviate from its slope at eps, if the deviation is small.
-        slope = (left + right)[some] / 2
-        finer = torch.where(steps[:, some] <= eps, widths[:, some], 0.0)
+        slope = (one.left + one.right)[some] / 2
+        finer = torch.where(one.steps[:, some] <= eps, one.widths[:, some], 0.0)
         noise = ((slopes[:, some] - slope) * finer).abs().amax(0)
         little = noise <= ROUNDED * 2 * eps * slope.abs()
         some, noise = some[little], noise[little]
-        better = extrapolate(slopes[:, some], widths[:, some], torch.maximum(noise, rounding[some]), atol, rtol, ratio)
-        sure = better[1] <= atol + rtol * better[0].abs()
+        noise = torch.maximum(noise, one.rounding[some])
+        better = extrapolate(slopes[:, some], one.widths[:, some], noise, own, one.ratio)
+        sure = better[1] <= own.allowed(better[0])
         some = some[sure]
         values[some], errors[some] = (result[sure] for result in better)
         doubtful[some] = False
-    jumps = _jumps(steps, widths, changes, eps, atol, rtol)
+    jumps = _jumps(one, own)
     # Not "errors > allowed", because a NaN has not converged. If func jumps, it has no derivative.
-    converged = (errors <= atol + rtol * values.abs()) & (jumps == 0)
-    curved = _is_curved(bends, steps, taken, (right - left).abs(), eps)
-    moves = ROUNDING * rounding / eps
-    measurements = steps.t(), changes.t(), widths.t()
-    return Refinement(
-        values, errors, converged, left, right, at_eps, moves, drift / (2 * eps), doubtful, curved, jumps, *measurements
-    )
+    converged = (errors <= own.allowed(values)) & (jumps == 0)
+    sides, moves = (one.left, one.right, one.at_eps), (ROUNDING * one.rounding / eps, one.drift / (2 * eps))
+    measurements = one.steps.t(), one.changes.t(), one.widths.t()
+    return Refinement(values, errors, converged, *sides, *moves, doubtful, _is_curved(one), jumps, *measurements)
 
 
-def _is_rounded(
-    slopes: Tensor,
-    steps: Tensor,
-    left: Tensor,
-    right: Tensor,
-    values: Tensor,
-    errors: Tensor,
-    eps: float,
-    atol: float,
-    rtol: float,
-) -> Tensor:
+def _joined(found: Sequence[Measured]) -> Measured:
+    """Several measurements, end to end; entries that took fewer steps than others have widths of zero at the end."""
+    most = max(len(one.steps) for one in found)
+    joined = {
+        name: torch.cat([getattr(one, name) for one in found])
+        for name in ("rounding", "left", "right", "at_eps", "drift")
+    }
+    for name in ("steps", "widths", "changes", "bends"):
+        joined[name] = torch.cat([pad(getattr(one, name), (0, 0, 0, most - len(one.steps))) for one in found], 1)
+    return replace(found[0], **joined)  # type: ignore[arg-type]
+
+
+def _is_rounded(one: Measured, slopes: Tensor, values: Tensor, errors: Tensor, own: Tolerances) -> Tensor:
     """Whether func is a straight line through x at eps and larger steps, with a slope that differs from `values`."""
-    wider = (steps >= RATIO * eps) & (steps <= WIDER * eps)
+    wider = (one.steps >= RATIO * one.eps) & (one.steps <= WIDER * one.eps)
     # Next to a kink, the one-sided slopes differ; if func is curved, they or the slopes of wider steps differ.
-    middle = (left + right) / 2
+    middle = (one.left + one.right) / 2
     distance = (middle - values).abs().nan_to_num(torch.inf)  # a NaN is no estimate and excuses no gradient
-    bent = torch.where(wider, (slopes - middle).abs(), (left - right).abs())
+    bent = torch.where(wider, (slopes - middle).abs(), (one.left - one.right).abs())
     straight = (bent <= STRAIGHT * torch.minimum(distance, middle.abs())).all(0) & wider.any(0)
-    allowed = atol + rtol * values.abs().nan_to_num()
+    allowed = own.allowed(values.nan_to_num())
     is_precise = errors <= MATTERS * distance
     return straight & (distance > torch.where(is_precise, MATTERS * allowed, allowed))
 
 
-def _is_staircase(
-    steps: Tensor,
-    widths: Tensor,
-    changes: Tensor,
-    bends: Tensor,
-    values: Tensor,
-    rounding: Tensor,
-    eps: float,
-    atol: float,
-    rtol: float,
-) -> Tensor:
+def _is_staircase(one: Measured, values: Tensor, own: Tolerances) -> Tensor:
     """Whether func is a staircase around a straight line, as by lower precision inside, and `values` those of a stair.
 
     Shapes as in `Refinement`, transposed. Next to x, func changes by `values`; the rest of its changes at larger steps
     is proportional to the step, up to the height of a stair, on both sides of x. Changes that only end at larger steps
     do not count: they may be those of a sort, or of an oscillation.
     """
+    steps, widths, eps = one.steps, one.widths, one.eps
     taken = widths != 0
-    rest = torch.where(taken, changes - values * widths, 0.0)
-    is_stair = rest.abs() > ROUNDING * rounding
+    rest = torch.where(taken, one.changes - values * widths, 0.0)
+    is_stair = rest.abs() > ROUNDING * one.rounding
     used = taken & (steps >= eps / 2) & (steps <= WIDER * eps)
     if not bool((is_stair & used).any()):
         return torch.zeros_like(values, dtype=torch.bool)
     height = torch.where(is_stair & used, rest.abs(), torch.inf).amin(0)
     widest = used.to(torch.int8).argmax(0, keepdim=True)
-    rise, width, bend, change = (some.gather(0, widest)[0] for some in (rest, widths, bends, changes))
+    rise, width, bend, change = (some.gather(0, widest)[0] for some in (rest, widths, one.bends, one.changes))
     off = torch.where(used, rest - rise / width * widths, 0.0).abs().amax(0)
-    matters = (rise / width).abs() > MATTERS * (atol + rtol * values.abs())
+    matters = (rise / width).abs() > MATTERS * own.allowed(values)
     flat = ~(is_stair & (steps <= ROUNDED / 4 * eps)).any(0)
     straight = (off <= 2 * height) & (rise.abs() >= LEAST_STAIRS * height) & (bend.abs() <= rise.abs() / 4)
     return matters & flat & straight & (change.abs() >= rise.abs() / 2)
 
 
-def _is_curved(bends: Tensor, steps: Tensor, taken: Tensor, at_eps: Tensor, eps: float) -> Tensor:
-    """Whether one-sided derivatives approach each other as steps shrink, by (f(x + h) - 2 f(x) + f(x - h)) / h.
-
-    bends, steps, taken: shape (steps, rows), large steps first; at_eps: shape (rows,).
-    """
-    if not len(steps):
+def _is_curved(one: Measured) -> Tensor:
+    """Whether one-sided derivatives approach each other as steps shrink, by (f(x + h) - 2 f(x) + f(x - h)) / h."""
+    at_eps = (one.right - one.left).abs()
+    if not len(one.steps):
         return torch.zeros_like(at_eps, dtype=torch.bool)
-    small = taken & (steps <= eps / 8)
+    small = (one.widths != 0) & (one.steps <= one.eps / 8)
     first = small.to(torch.int8).argmax(0, keepdim=True)
-    smaller = (bends / steps).gather(0, first)[0].abs()
+    smaller = (one.bends / one.steps).gather(0, first)[0].abs()
     return small.any(0) & (smaller <= at_eps / 2)
 
 
-def _jumps(steps: Tensor, widths: Tensor, changes: Tensor, eps: float, atol: float, rtol: float) -> Tensor:
+def _jumps(one: Measured, own: Tolerances) -> Tensor:
     """The jump of func at x, or zero: the constant of the line through its changes, as a function of the width.
 
-    steps, widths, changes: shape (steps, entries). Lines are fitted to steps of up to WIDER * eps.
+    Lines are fitted to steps of up to WIDER * eps.
     """
-    used = (widths != 0) & (steps <= WIDER * eps)
+    used = (one.widths != 0) & (one.steps <= WIDER * one.eps)
     count = used.sum(0).clamp(min=1)
-    width, change = (torch.where(used, values, 0.0) for values in (widths, changes))
-    width = torch.where(used, width - width.sum(0) / count, 0.0)
-    slope = (width * change).sum(0) / (width**2).sum(0)
-    rest = torch.where(used, change - slope * torch.where(used, widths, 0.0), 0.0)
+    width, change = (torch.where(used, values, 0.0) for values in (one.widths, one.changes))
+    centered = torch.where(used, width - width.sum(0) / count, 0.0)
+    slope = (centered * change).sum(0) / (centered**2).sum(0)
+    rest = torch.where(used, change - slope * width, 0.0)
     jump = rest.sum(0) / count
-    off = torch.where(used, rest - jump, 0.0).abs().amax(0) if len(steps) else jump
-    seen = (used & (steps <= eps)).sum(0) >= LEAST_JUMP_STEPS
-    seen &= (off <= JUMP_RESIDUAL * jump.abs()) & (jump.abs() > 2 * eps * (atol + rtol * slope.abs()))
+    off = torch.where(used, rest - jump, 0.0).abs().amax(0) if len(one.steps) else jump
+    seen = (used & (one.steps <= one.eps)).sum(0) >= LEAST_JUMP_STEPS
+    seen &= (off <= JUMP_RESIDUAL * jump.abs()) & (jump.abs() > 2 * one.eps * own.allowed(slope))
     return torch.where(seen, jump, 0.0)
 
 
@@ -467,8 +447,7 @@ def extrapolate(
     slopes: Tensor,
     widths: Tensor,
     rounding: Tensor,
-    atol: float,
-    rtol: float,
+    own: Tolerances,
     ratio: float = RATIO,
     most_noise: float = math.inf,
 ) -> tuple[Tensor, Tensor]:
@@ -491,9 +470,9 @@ def extrapolate(
     slope, width, noise = (_plain(tensor).detach().cpu().numpy() for tensor in (slopes, widths, rounding))
     found = []
     for first in range(0, rounding.numel(), TOGETHER):
-        own = slice(first, first + TOGETHER)
+        some = slice(first, first + TOGETHER)
         with np.errstate(all="ignore"):
-            found.append(_extrapolated(slope[:, own], width[:, own], noise[own], atol, rtol, ratio, most_noise))
+            found.append(_extrapolated(slope[:, some], width[:, some], noise[some], own, ratio, most_noise))
     values, errors = (torch.from_numpy(np.concatenate(part)).to(rounding.device) for part in zip(*found, strict=True))
     return values, errors
 
@@ -508,7 +487,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _extrapolated(
-    slopes: Array, widths: Array, rounding: Array, atol: float, rtol: float, ratio: float, most_noise: float
+    slopes: Array, widths: Array, rounding: Array, own: Tolerances, ratio: float, most_noise: float
 ) -> tuple[Array, Array]:
     values = np.full_like(rounding, np.nan)
     errors_of_values = np.full_like(rounding, np.inf)
@@ -532,7 +511,7 @@ def _extrapolated(
     scatter = scatter if math.isinf(most_noise) else np.minimum(scatter, most_noise * rounding)
     noise = np.maximum(rounding, scatter)
     errors = differences + (noise / widths)[:, None]
-    score = errors / (atol + rtol * np.abs(estimates))
+    score = errors / (own.atol + own.rtol * np.abs(estimates))
     score = np.where(taken[:, None] & np.isfinite(score), score, np.inf).reshape(-1, rounding.size)
     # The best estimate that all smaller steps agree with; usually the best of all.
     open_, place = np.arange(rounding.size), np.arange(len(widths))[:, None]

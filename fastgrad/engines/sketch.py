@@ -105,7 +105,7 @@ def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, roun
     rounding: the error of a difference if func's values are off by one ulp, as they may be from run to run.
     """
     own = settings.loosest()
-    allowed = own.atol + own.rtol * torch.maximum(again.abs(), derivative.abs()) + ROUNDING * rounding
+    allowed = own.allowed(torch.maximum(again.abs(), derivative.abs())) + ROUNDING * rounding
     return not bool(near(again, derivative, allowed).all())
 
 

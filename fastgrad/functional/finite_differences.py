@@ -26,7 +26,7 @@ from fastgrad.engines.ridders import LARGEST_STEP, extrapolate, measured, settle
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
-from fastgrad.report.settings import Settings
+from fastgrad.report.settings import Settings, Tolerances
 
 SECOND_STEPS = tuple(2.0 ** -(3 + 2 * k) for k in range(11))
 """Steps of second differences, relative to max(|x|, 1) of a coordinate. The last ones show only rounding."""
@@ -117,7 +117,7 @@ def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool
     """Derivatives and their errors: at a kink the mean of both sides, and half of the gap between them."""
     settings, eps = Settings(), _step(problem)
     # Without rtol, the smallest absolute error is the best.
-    found = settled([measured(problem, columns, rows, record_graph, eps)], settings.atol, rtol=0.0)
+    found = settled([measured(problem, columns, rows, record_graph, eps)], Tolerances(atol=settings.atol, rtol=0.0))
     mean, gap = (found.left + found.right) / 2, (found.left - found.right).abs()
     is_open = found.values.isnan()
     values = torch.where(is_open, mean, found.values)
@@ -130,7 +130,7 @@ def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool
         widest = (found.changes.gather(1, first) / found.widths.gather(1, first)).squeeze(1)
         values = torch.where(rounded, widest, values)
         errors = torch.where(rounded, (widest - mean).abs() + gap, errors)
-    kink = gap > 2 * (settings.atol + settings.rtol * size)
+    kink = gap > 2 * settings.allowed(size)
     if bool(kink.any()):
         kink &= _gap_closer(problem, columns, rows, record_graph, eps) >= gap / 2
     return values, torch.where(kink, torch.maximum(errors.nan_to_num(posinf=0.0), gap / 2), errors)
@@ -254,8 +254,7 @@ def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tenso
         slopes,
         widths.unsqueeze(1).expand_as(slopes),
         4 * rounding.expand(slopes.shape[1]),
-        atol=1.0,
-        rtol=0.0,
+        Tolerances(atol=1.0, rtol=0.0),
         most_noise=MOST_NOISE,
     )
     return torch.where(values.isnan(), slopes[len(slopes) // 2], values), errors

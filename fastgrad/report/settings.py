@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 GradOutputs = Literal["given", "random", "non-contiguous", "ones"]
 """The source of gradgradcheck's grad_outputs."""
 
@@ -32,6 +34,10 @@ class Tolerances:
     eps: float = 1e-6
     atol: float = 1e-5
     rtol: float = 1e-3
+
+    def allowed(self, values: Tensor) -> Tensor:
+        """The allowed error of entries with these values."""
+        return self.atol + self.rtol * values.abs()
 
 
 @dataclass(frozen=True)

@@ -270,8 +270,7 @@ class PairComparison:
     def within(self, noise: float) -> int:
         """The number of entries that differ, but by no more than their tolerance and some noise."""
         _, _, analytical, numerical = self._failing()
-        allowed = self.tolerances.atol + self.tolerances.rtol * numerical.abs()
-        return int(((analytical - numerical).abs() <= allowed + noise).sum())
+        return int(((analytical - numerical).abs() <= self.tolerances.allowed(numerical) + noise).sum())
 
     def _extent(self) -> Extent:
         """Where the entries that differ lie."""
@@ -286,8 +285,7 @@ class PairComparison:
     def suspects(self, part: Part) -> Suspects:
         """The entries that differ (at least one), the one with the largest ratio of difference to tolerance first."""
         outputs, inputs, analytical, numerical = self._failing()
-        allowed = self.tolerances.atol + self.tolerances.rtol * numerical.abs()
-        excess = ((analytical - numerical).abs() / allowed).nan_to_num(torch.inf)
+        excess = ((analytical - numerical).abs() / self.tolerances.allowed(numerical)).nan_to_num(torch.inf)
         order = excess.argsort(descending=True, stable=True)
         outputs, inputs, analytical, numerical = (values[order] for values in (outputs, inputs, analytical, numerical))
 

@@ -163,7 +163,7 @@ def worst_remeasured(
             return _survivor_of(suspects, columns, clear), clear, 0.0
     columns = _refined(problem, record_graph, eps, groups, quickly=False)
     values, errors, converged = _values_and_errors(suspects, columns)
-    allowed = own.atol + own.rtol * values.abs()
+    allowed = own.allowed(values)
     agrees = (suspects.analytical - values).abs() <= allowed
     shape = suspects.outputs.shape
     doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
@@ -174,7 +174,7 @@ def worst_remeasured(
     is_open = agrees & ~converged & ~doubtful & ~jumps & (off <= MOST_UNDECIDED_ERROR * allowed)
     for which in map(int, is_open.nonzero().reshape(-1)):  # tensor subclasses have no tolist
         rows = _rows_of(suspects, which)
-        is_open[which] = all(column.is_kink(row, own.atol, own.rtol) for column in columns for row in rows)
+        is_open[which] = all(column.is_kink(row, own) for column in columns for row in rows)
     unresolved = float(off[is_open].amax()) if bool(is_open.any()) else 0.0
     wrong = ~(agrees & (converged | is_open)) | _moved(suspects, columns)
     return _survivor_of(suspects, columns, wrong) if bool(wrong.any()) else None, wrong, unresolved
@@ -189,7 +189,7 @@ def _moved(suspects: Suspects, columns: list[Refinement]) -> Tensor:
     finite = again.isfinite(), suspects.numerical.isfinite()
     both = finite[0] & finite[1]
     size = torch.where(both, torch.maximum(again.abs(), suspects.numerical.abs()), 0.0)
-    allowed = suspects.tolerances.atol + suspects.tolerances.rtol * size + moves.abs()
+    allowed = suspects.tolerances.allowed(size) + moves.abs()
     differ = torch.where(both, (again - suspects.numerical).abs() > allowed, finite[0] != finite[1])
     return (differ & ~again.isnan()) | ~(drift.abs() <= allowed)
 
@@ -211,7 +211,7 @@ def _refined(
             )
             for group in groups
         ]
-        columns.append(settled(found, groups[0].tolerances.atol, groups[0].tolerances.rtol))
+        columns.append(settled(found, groups[0].tolerances))
     return columns
 
 
@@ -229,10 +229,10 @@ def _clearly_wrong(suspects: Suspects, columns: list[Refinement]) -> Tensor:
     own = suspects.tolerances
     values, errors, clear = _values_and_errors(suspects, columns)
     difference = (suspects.analytical - values).abs()
-    clear = clear & (difference > CLEAR_DIFFERENCE * (own.atol + own.rtol * values.abs() + errors.abs()))
+    clear = clear & (difference > CLEAR_DIFFERENCE * (own.allowed(values) + errors.abs()))
     for which in map(int, clear.nonzero().reshape(-1)):
         clear[which] = not any(
-            bool(column.doubtful[row]) or column.is_kink(row, own.atol, own.rtol)
+            bool(column.doubtful[row]) or column.is_kink(row, own)
             for column in columns
             for row in _rows_of(suspects, which)
         )
@@ -249,7 +249,7 @@ def _survivor_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -
     """The worst of the wrong entries, and further wrong entries, for the report."""
     own = suspects.tolerances
     values, errors, converged = _values_and_errors(suspects, columns)
-    difference, allowed = (suspects.analytical - values).abs(), own.atol + own.rtol * values.abs()
+    difference, allowed = (suspects.analytical - values).abs(), own.allowed(values)
     # Converged entries first, because they are certain. A NaN is never certain.
     excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
     worst_first = excess.argsort(descending=True, stable=True)
@@ -313,7 +313,7 @@ def _trouble(
         )
     for column in columns:
         for row in _rows_of(suspects, worst):
-            if column.is_kink(row, own.atol, own.rtol) and not _is_steep(column, row):
+            if column.is_kink(row, own) and not _is_steep(column, row):
                 sides = f"{column.left[row].item():.6g} (left) and {column.right[row].item():.6g} (right)"
                 return f"func has a kink at the inputs: the one-sided derivatives are {sides}", "kink"
     at_eps = suspects.numerical[worst].abs().item()

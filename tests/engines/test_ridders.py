@@ -12,6 +12,7 @@ from torch import Tensor
 import fastgrad
 from fastgrad.engines.ridders import measured, settled
 from fastgrad.problem.problem import Problem
+from fastgrad.report.settings import Tolerances
 
 Func = Callable[[Tensor], Tensor]
 
@@ -265,7 +266,7 @@ def test_a_step_at_which_func_raises_is_dropped() -> None:
         return v.sqrt()
 
     with Problem(func, (x,)) as problem:
-        refined = settled([measured(problem, torch.tensor([0]), torch.tensor([0]), True, 1e-6)], 1e-5, 1e-3)
+        refined = settled([measured(problem, torch.tensor([0]), torch.tensor([0]), True, 1e-6)], Tolerances())
     assert bool(refined.converged[0])
     assert refined.values[0].item() == pytest.approx(50, rel=1e-6)
     assert refined.errors[0].item() >= abs(refined.values[0].item() - 50)
