@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastgrad.checks.candidates import Candidates
 from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
-from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
+from fastgrad.core.errors import raise_unless_of_func, unless_refused
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import checksum, differ, largest
@@ -117,11 +117,8 @@ def _attempt(
     planned = 2 * column_groups + (column_groups if by_columns else row_groups)
     problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
     plan = _plan(problem, settings, look, compression)
-    make_verdict = partial(_Verdict, problem, settings, plan, compression, look, calls)
-    try:
-        verdict = make_verdict()
-    except Exception as error:  # raised by func, which may accept only single steps
-        raise_if_transient(error, make_verdict)
+    verdict = unless_refused(partial(_Verdict, problem, settings, plan, compression, look, calls))
+    if verdict is None:  # func may accept only single steps
         return "dense engine"
     if verdict.numerical_suspects and dense_is_small(problem, settings):
         verdict.repeat_differences()
@@ -311,17 +308,11 @@ class _Verdict:
         """Whether differentiating the backward gives columns that are verified; and the result, as from `by_rows`."""
         problem = self._problem
         problem.graph()  # an exception of func does not concern its backward
-        try:
-            values = compressed.linear_entries(problem, self._compression)
-        except Exception as error:  # it cannot be differentiated
-            raise_if_transient(error, partial(compressed.linear_entries, problem, self._compression))
+        values = unless_refused(partial(compressed.linear_entries, problem, self._compression))
+        if values is None:  # it cannot be differentiated
             return False, None
         self._of_backward = self._certificate_of(values, self._calls)
-        try:
-            if not self._of_backward.explains_products():
-                return False, None
-        except Exception as error:  # backward raised for some layout
-            raise_if_transient(error, self._of_backward.explains_products)
+        if not unless_refused(self._of_backward.explains_products):  # backward may raise for some layout
             return False, None
         failure, _ = one_hot_rows(problem, self._settings)
         if failure is None:

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 
-from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.memory import OUT_OF_MEMORY, Result
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """The package: the frames of fastgrad's own code."""
@@ -54,6 +54,15 @@ def raise_if_transient(error: Exception, run: Callable[[], object]) -> None:
         raise_unless_of_func(again)
         return
     raise error
+
+
+def unless_refused(run: Callable[[], Result]) -> Result | None:
+    """The result of calls of func or backward; None if func refuses them, as in `raise_if_transient`."""
+    try:
+        return run()
+    except Exception as error:
+        raise_if_transient(error, run)
+        return None
 
 
 def as_raised(error: BaseException) -> BaseException:

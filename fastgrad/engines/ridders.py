@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastgrad.core.errors import raise_if_transient
+from fastgrad.core.errors import raise_if_transient, unless_refused
 from fastgrad.core.precision import ROUNDING, spacing
 from fastgrad.core.tensors import near
 from fastgrad.problem.coordinates import block_with, per_coordinate
@@ -432,12 +432,11 @@ def _at_eps(
     def sides() -> tuple[Tensor, ...]:
         return tuple(problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
 
-    try:
-        plus, minus = sides()
-    except Exception as error:  # one side is outside of func's domain
-        raise_if_transient(error, sides)
+    both = unless_refused(sides)
+    if both is None:  # one side is outside of func's domain
         missing = torch.full_like(base, torch.nan)
         return missing, missing, missing
+    plus, minus = both
     same = problem.coordinate_widths(eps)[where][owner] == width
     at_eps = ((plus - minus) / width).nan_to_num(torch.inf, torch.inf, -torch.inf)  # a NaN would mean "not known"
     return (base - minus) / step, (plus - base) / step, torch.where(same, at_eps, torch.nan)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
+from fastgrad.core.errors import raise_unless_of_func, unless_refused
 from fastgrad.core.random import PRECISION_STREAM, direction
 from fastgrad.lowprecision.probes import one_row, random_cotangent, row_behind
 from fastgrad.lowprecision.rounding import largest_number, unit_roundoff
@@ -152,11 +152,9 @@ def _moved(problem: Problem, whole: Tensor) -> Tensor:
     base = problem.base()
     moved = torch.zeros_like(base, dtype=torch.bool)
     for step in (0.5, -0.5, 2.0**-4, -(2.0**-4)):
-        evaluate = partial(problem.evaluate, False, whole, step)
-        try:
-            moved |= evaluate() != base
-        except Exception as error:
-            raise_if_transient(error, evaluate)  # beyond the domain of func
+        values = unless_refused(partial(problem.evaluate, False, whole, step))
+        if values is not None:  # otherwise it is beyond the domain of func
+            moved |= values != base
     return moved
 
 
@@ -266,12 +264,10 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
     largest = problem.base().abs().nan_to_num(0.0, 0.0, 0.0).max()
     for number in range(count):
         step = 2.0 ** (-1 - number / per_halving)
-        evaluate = partial(_both_sides, problem, whole, step)
-        try:
-            ahead, behind = (side[used] for side in evaluate())
-        except Exception as error:
-            raise_if_transient(error, evaluate)
+        sides = unless_refused(partial(_both_sides, problem, whole, step))
+        if sides is None:
             continue  # beyond the domain of func
+        ahead, behind = (side[used] for side in sides)
         if not bool((ahead.isfinite() & behind.isfinite()).all()):
             continue
         left = gradient @ problem.realized_width(whole, step) / 2

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgrad.core.errors import raise_if_transient
+from fastgrad.core.errors import unless_refused
 from fastgrad.core.native import SmallProblem
 from fastgrad.core.phases import clock
 from fastgrad.core.precision import ROUNDING
@@ -108,17 +108,13 @@ def first_look(problem: Problem, settings: Settings, known: KnownLook | None = N
         evaluate(again, record)
         return not is_moved(problem, settings, again, values)
 
-    try:
-        seconds = evaluate(next_to_x, True) if known is None else problem.undisturbed_seconds
-    except Exception as error:  # func accepts only single steps
-        raise_if_transient(error, partial(evaluate, next_to_x, True))
+    seconds = problem.undisturbed_seconds if known is not None else unless_refused(partial(evaluate, next_to_x, True))
+    if seconds is None:  # func accepts only single steps
         return look(True, None, problem.seconds)
     reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
     if torch.is_grad_enabled():
-        try:
-            without = evaluate(plain, False)
-        except Exception as error:  # for example, it differentiates inside
-            raise_if_transient(error, partial(evaluate, plain, False))
+        without = unless_refused(partial(evaluate, plain, False))
+        if without is None:  # for example, func differentiates inside
             return look(True, reacted, seconds)
         if torch.equal(next_to_x, plain):
             return look(False, reacted, seconds, without)

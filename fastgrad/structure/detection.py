@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad.core.errors import raise_if_transient
+from fastgrad.core.errors import raise_if_transient, unless_refused
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import PROBE_COTANGENT, PROBE_DIRECTION, direction
@@ -174,16 +174,24 @@ class Detection(ABC):
         inputs, outputs = self._blocks
         if sum(map(refinement.probes_to_arrange, self._blocks)) >= budget or not self._is_steady:
             return None
-        columns = rows = None
-        try:
+
+        def search() -> Pattern | None:
+            columns = rows = None
             if watch_outputs:
                 columns = refinement.Refinement(self._probe_columns, inputs, self._m, splits_hubs)
             if watch_gradients:
                 rows = refinement.Refinement(self._probe_rows, outputs, self._n, splits_hubs)
             return refinement.refined(columns, rows, inputs, outputs, self._has_room, budget, if_likely, most is None)
+
+        return self._found(search)
+
+    def _found(self, search: Callable[[], Pattern | None]) -> Pattern | None:
+        """What a search finds; None if its last probe raises: one-hot cotangents, or single steps, may not raise."""
+        try:
+            return search()
         except Exception as error:
             raise_if_transient(error, self._last_probe)
-            return None  # one-hot cotangents, or single steps, may not raise
+            return None
 
     def _probe_columns(self, moved: Mask) -> Mask:
         self._spent += 1
@@ -242,11 +250,7 @@ class ProblemPatterns(Detection):
         needed = aligned.probes_to_align(*self._blocks) if self._budget.aligning_calls else 0
         if not 0 < needed <= self._budget.looks // 2 - self._spent:
             return None
-        try:
-            return aligned.guess_aligned(self._probe_columns, *self._blocks, self._has_room)
-        except Exception as error:
-            raise_if_transient(error, self._last_probe)
-            return None  # as in `probe`
+        return self._found(partial(aligned.guess_aligned, self._probe_columns, *self._blocks, self._has_room))
 
     def _saves_probes(self, pattern: Pattern) -> bool:
         """Whether the pattern takes so few calls that probing for a better one would take more."""
@@ -264,12 +268,8 @@ class ProblemPatterns(Detection):
         """The pattern by index bits, if each output depends on one element of each input, or the reverse."""
         if not self._budget.probes or not self._is_steady:
             return None
-        try:
-            share = float(self._reacted.mean())
-            pattern = sparsity.decoded(self._probe_columns, self._probe_rows, *self._blocks, share, self._budget.probes)
-        except Exception as error:
-            raise_if_transient(error, self._last_probe)
-            return None  # as in `probe`
+        probes, share = (self._probe_columns, self._probe_rows), float(self._reacted.mean())
+        pattern = self._found(partial(sparsity.decoded, *probes, *self._blocks, share, self._budget.probes))
         return pattern if pattern is not None and self._is_plausible(pattern) else None
 
     def _explains(self, pattern: Pattern) -> bool:
@@ -284,11 +284,8 @@ class ProblemPatterns(Detection):
             return True
         if self._spent >= self._budget.looks:
             return False
-        try:
-            return sparsity.explains_look(pattern, separating, self._probe_columns(separating))
-        except Exception as error:
-            raise_if_transient(error, partial(self._probe_columns, separating))
-            return False  # func accepts only single steps
+        reacted = unless_refused(partial(self._probe_columns, separating))  # func may accept only single steps
+        return reacted is not None and sparsity.explains_look(pattern, separating, reacted)
 
     def _has_room(self, entries: int) -> bool:
         paying, admitted = self._budget.paying_entries, self._budget.admitted_entries
@@ -319,13 +316,9 @@ class ProblemPatterns(Detection):
         """Repeats the evaluations of detection if their sum is not that of a VJP; notes it if func's values change."""
         if not self._probes_columns:
             return
+        # A backward may accept one-hot cotangents only, or func may raise: other checks say so.
         repeat = partial(self._probed.change_when_repeated, self._vjp, self._cotangent, self._settings.atol)
-        try:
-            changed = repeat()
-        except Exception as error:
-            raise_if_transient(error, repeat)
-            return  # a backward that accepts one-hot cotangents only, or a func that raises: other checks say so
-        if changed:
+        if unless_refused(repeat):
             self._look.irreproducible.append("while a sparsity pattern was sought")
 
     @cached_property
