@@ -343,7 +343,7 @@ def _one_hot(problem: Problem, settings: Settings, search: _Search, differences:
         if found is not None and found.remeasured is not None:
             return located_failure([found])
         rounding = ROUNDING * problem.unit_roundoff * largest(gradient)
-        if differ(search.row_alone(row)[None], gradient[None], max(rounding, settings.nondet_tol), False):
+        if differ(problem.row(row)[None], gradient[None], max(rounding, settings.nondet_tol), False):
             return nondeterministic(problem.outputs[0])
         search.doubtful[row] = largest(error)
     return failure
@@ -513,15 +513,9 @@ class _Search:
 
         return locate(residual, cotangent.vector(), value)
 
-    def row_alone(self, row: int) -> Tensor:
-        """The analytical row, by a one-hot grad_output: float64, shape (n,)."""
-        one_hot = torch.zeros(self._problem.m, dtype=torch.float64, device=self._problem.device)
-        one_hot[row] = 1.0
-        return self._problem.vjp(one_hot.unsqueeze(0))[0]
-
     def _row_error(self, row: int) -> tuple[Tensor, Tensor]:
         """One output's (J_num - J_ana) U, shape (directions,), and its analytical row, shape (n,)."""
-        gradient = self.row_alone(row)
+        gradient = self._problem.row(row)
         return self._differences.derivatives[:, row] - self._differences.directions @ gradient, gradient
 
     def look_into(self, row: int, k: int = 0, found: list[Found] | None = None) -> Found | None:

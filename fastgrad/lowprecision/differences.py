@@ -124,8 +124,7 @@ def not_finite(problem: Problem, among: Sequence[Combination]) -> NotFinite | No
     coordinate = int((~wrong[0].gradient.isfinite()).nonzero()[0])
     row = row_behind(problem, wrong[0].w, lambda v: (~problem.vjp(v)[:, coordinate].isfinite()).double())
     w = one_row(problem, row).cotangents[0]
-    gradient = problem.vjp(w.unsqueeze(0))[0]
-    if bool(gradient[coordinate].isfinite()):
+    if bool(problem.row(row)[coordinate].isfinite()):
         return NotFinite(-1, coordinate)
     # All outputs first: zero times an infinite derivative of another row is not finite either.
     if _derivative(problem, -1, among[0].w, coordinate) is None:
@@ -172,7 +171,7 @@ def findings(problem: Problem, among: Sequence[Combination], seed: int) -> Itera
 def entry_of(problem: Problem, row: int, seed: int) -> tuple[int, Finding] | None:
     """A coordinate of the inputs whose entry in a row is wrong separately: among those that matter most in the row."""
     w, scale = one_row(problem, row).cotangents[0], _scales(problem)
-    gradient = problem.vjp(w.unsqueeze(0))[0]
+    gradient = problem.row(row)
     for coordinate in (gradient * scale).abs().nan_to_num(0.0).topk(min(MOST_ENTRIES, problem.n)).indices.tolist():
         alone = torch.zeros_like(scale)
         alone[coordinate] = scale[coordinate]
@@ -191,7 +190,7 @@ def _movement(problem: Problem, row: int, coordinate: int, seed: int) -> float:
     """
     own, output = block_with(problem.inputs, coordinate), block_with(problem.outputs, row)
     generator = torch.Generator().manual_seed(seed)
-    entries = [float(problem.vjp(one_row(problem, row).cotangents)[0, coordinate])]
+    entries = [float(problem.row(row)[coordinate])]
     for _ in range(PERTURBED):
         points = [_perturbed(block.tensor, generator) for block in problem.inputs]
         try:

@@ -146,6 +146,12 @@ class ReverseMode(Evaluation):
         which = [-1 if only is None else only.index] * cotangents.shape[0]
         return self.vjps_of(cotangents, which, layouts)[0]
 
+    def row(self, row: int, only: Block | None = None) -> Tensor:
+        """A row of the Jacobian, by a one-hot grad_output: float64, shape (n,); only: as in `vjp`."""
+        one_hot = torch.zeros(1, self.m, dtype=torch.float64, device=self.device)
+        one_hot[0, row] = 1.0
+        return self.vjp(one_hot, only=only)[0]
+
     @raises_memory_error
     def vjps_of(
         self, cotangents: Tensor, only: Sequence[int], layouts: Sequence[int] = ()

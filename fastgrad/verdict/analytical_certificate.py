@@ -239,9 +239,7 @@ class AnalyticalCertificate:
 
         The grad_outputs of other outputs are undefined, as in torch's checker.
         """
-        one_hot = torch.zeros(1, self._problem.m, dtype=torch.float64, device=self._problem.device)
-        one_hot[0, row] = 1.0
-        gradient = self._problem.vjp(one_hot, only=block_with(self._problem.outputs, row))[0]
+        gradient = self._problem.row(row, only=block_with(self._problem.outputs, row))
         excluded = self._compression.excluded_columns
         return gradient if excluded is None else gradient.masked_fill_(excluded, 0.0)
 
