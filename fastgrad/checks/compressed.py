@@ -51,6 +51,7 @@ from fastgrad.verdict.linearity import (
     movement_between,
     nondeterministic,
     one_hot_rows,
+    raised_for,
     separate_failure,
 )
 from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, NumericalCertificate, incomplete
@@ -332,8 +333,7 @@ class _Verdict:
             except Exception as another:  # single rows may not raise
                 raise_unless_of_func(another)
                 return incomplete([], refuted=True)
-            detail = f"it raised {type(error).__name__} for a constant grad_output, or for a larger one"
-            return Failure("nonlinear", detail=detail, cause=error)
+            return raised_for("a constant grad_output, or for a larger one", error)
         self._of_backward = self._certificate_of(values, self._calls)
         if problem.is_custom:
             self._values_of_groups = values.clone()

@@ -45,6 +45,7 @@ from fastgrad.verdict.linearity import (
     nondeterministic,
     nondeterministic_func,
     one_hot_rows,
+    raised_for,
     scaled_failure,
     separate_failure,
 )
@@ -403,8 +404,7 @@ def _row_by_row(
                 failure = _repeat_failure(problem, settings, vector, gradient, repeats)
         except Exception as error:  # one-hot grad_outputs did not raise
             raise_unless_of_func(error)
-            detail = f"it raised {type(error).__name__} for {cotangent.kind}"
-            return sketch, Failure("nonlinear", detail=detail, cause=error)
+            return sketch, raised_for(cotangent.kind, error)
         if failure is None and number in earlier and _moves(settings, gradient, earlier[number]):
             failure = nondeterministic(problem.outputs[0])
         if failure is not None:

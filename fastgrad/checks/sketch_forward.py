@@ -20,7 +20,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, difference_along, entry_at, located_failure
-from fastgrad.verdict.linearity import ALONG_DIRECTION, nondeterministic_func, nonlinear_sum
+from fastgrad.verdict.linearity import ALONG_DIRECTION, nondeterministic_func, nonlinear_sum, raised_for
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.negation import negation_failure
 from fastgrad.verdict.tangents import combined_tangents, repeated_tangents_failure, sums_certificate
@@ -69,8 +69,7 @@ class _ForwardScreen:
                 tangents = problem.jvps_of(differences.directions)
             except Exception as error:  # a one-hot tangent did not raise
                 raise_unless_of_func(error)
-                detail = f"it raised {type(error).__name__} for a random tangent"
-                return Screening(Failure("nonlinear", mode="forward", detail=detail, cause=error))
+                return Screening(raised_for("a random tangent", error, "forward"))
             failure = self._combination_failure(differences.directions, tangents) if attempt == 0 else None
             if failure is None and attempt == 0 and bool((self._excess(differences, tangents) > 1).any()):
                 failure = repeated_tangents_failure(

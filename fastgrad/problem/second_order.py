@@ -14,7 +14,7 @@ from fastgrad.core.random import GRAD_OUTPUT_STREAM, uniform_like
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import SavedState
 from fastgrad.problem.evaluation import evaluated_and_restored
-from fastgrad.problem.validation import differentiable_inputs, disabled_gradients
+from fastgrad.problem.validation import differentiable_inputs, raise_without_graph
 from fastgrad.report.settings import GradOutputs
 
 
@@ -175,9 +175,7 @@ class Backward:
 def _refuse_outputs(outputs: int, grad_outputs: int) -> None:
     """Raises if no output requires grad, or if there is not one grad_output for each output that requires grad."""
     if not outputs:
-        disabled = disabled_gradients()
-        because = f": {disabled}" if disabled else ""
-        raise ValueError(f"gradgradcheck needs a func with an output that requires grad, but this has none{because}.")
+        raise_without_graph("gradgradcheck")
     raise ValueError(
         f"gradgradcheck needs one grad_output for each output that requires grad: expected "
         f"{outputs}, got {grad_outputs}."

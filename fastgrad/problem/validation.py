@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -75,6 +75,13 @@ def disabled_gradients() -> str | None:
     inference = torch.is_inference_mode_enabled()
     mode = "torch.inference_mode" if inference else "torch.no_grad or torch.set_grad_enabled(False)"
     return f"{DISABLED} by {mode}"
+
+
+def raise_without_graph(who: str) -> NoReturn:
+    """Raises a ValueError, because no output of func requires grad; who: what needs one."""
+    disabled = disabled_gradients()
+    because = f": {disabled}" if disabled else ""
+    raise ValueError(f"{who} needs a func with an output that requires grad, but this has none{because}.")
 
 
 def is_differentiable(value: Any) -> bool:

@@ -16,7 +16,7 @@ from fastgrad.core.random import DUALITY_STREAM, direction
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.problem import Problem
-from fastgrad.problem.validation import check_seed, disabled_gradients, is_integer, number_of
+from fastgrad.problem.validation import check_seed, is_integer, number_of, raise_without_graph
 from fastgrad.report.json_form import EqualByContent
 
 LARGEST_STEP = 2.0**-6
@@ -172,7 +172,8 @@ def adjoint_test(
     check_seed(seed)
     # No warning about lower dtypes: it is about differences, which this test does not take.
     with Problem(func, as_tuple(inputs), masked, warn_of_precision=False) as problem:
-        _need_graph(problem, "adjoint_test")
+        if not problem.has_graph:
+            raise_without_graph("adjoint_test")
         return adjoint(problem, trials, rtol, seed)
 
 
@@ -229,15 +230,9 @@ def taylor_test(
         raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")
     check_seed(seed)
     with Problem(func, as_tuple(inputs), masked) as problem:
-        _need_graph(problem, "taylor_test")
+        if not problem.has_graph:
+            raise_without_graph("taylor_test")
         return taylor(problem, mode, seed)
-
-
-def _need_graph(problem: Problem, who: str) -> None:
-    if not problem.has_graph:
-        disabled = disabled_gradients()
-        because = f": {disabled}" if disabled else ""
-        raise ValueError(f"{who} needs a func with an output that requires grad, but this has none{because}.")
 
 
 def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> AdjointTest:

@@ -30,7 +30,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure, Mode, Part
 from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.negation import linear_bound, negation_failure
+from fastgrad.verdict.negation import linear_bound, negation_failure, nonlinear_component
 
 RERUNS = 3
 """Number of further runs of a VJP that was not exactly as expected. Three runs show gradients that change every third
@@ -156,18 +156,19 @@ def nondeterministic(output: Block) -> Failure:
     return Failure.at("nondeterministic", output)
 
 
+def raised_for(vector: str, error: Exception, mode: Mode = "reverse") -> Failure:
+    """The failure of a VJP, or a JVP in forward mode, that raises for some vector, but not for all."""
+    return Failure("nonlinear", mode=mode, detail=f"it raised {type(error).__name__} for {vector}", cause=error)
+
+
 def nonlinear_sum(
     mode: Mode, block: Block, at: int, when: str, addends: str, own: float, total: float, allowed: float | None = None
 ) -> Failure:
-    """The failure that a component of a gradient, or of a tangent in forward mode, is not the sum of other gradients.
-
-    at: the coordinate of this component among those of all inputs; in forward mode, of all outputs.
-    """
-    what = "gradient of input" if mode == "reverse" else "tangent of output"
+    """As `nonlinear_component`, for a component that is not the sum of other gradients or tangents."""
     own, total = own + 0.0, total + 0.0  # -0 is written as 0
-    detail = f"{when}, the {what} {block.index} at {list(block.index_at(at))} is {own:.6g}, but {addends} add up to "
-    detail += f"{total:.6g}" if allowed is None else f"{total:.6g} (allowed difference {allowed:.2g})"
-    return Failure.at("nonlinear", *((None, block) if mode == "reverse" else (block, None)), mode=mode, detail=detail)
+    but = f"{addends} add up to {total:.6g}"
+    but += "" if allowed is None else f" (allowed difference {allowed:.2g})"
+    return nonlinear_component(mode, block, at, when, own, but)
 
 
 ALONG_DIRECTION = "along a random direction"
@@ -461,8 +462,7 @@ class LinearityTest:
                 self._vjp(which)
             except Exception as again:
                 self._problem.vjp(torch.zeros_like(self.cotangents[:1]))  # raises if any grad_output would
-                detail = f"it raised {type(again).__name__} for {kind.text}"
-                return Failure("nonlinear", detail=detail, cause=again)
+                return raised_for(kind.text, again)
         raise error
 
     def _movement(self, gradients: Tensor) -> Failure | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.tensors import largest
-from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure, Mode
 from fastgrad.report.settings import Settings
@@ -56,15 +56,22 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
     return None
 
 
+def nonlinear_component(mode: Mode, block: Block, at: int, when: str, value: float, but: str) -> Failure:
+    """The failure of a component of a gradient, or of a tangent in forward mode; but: what its value contradicts.
+
+    at: the coordinate of this component among those of all inputs; in forward mode, of all outputs.
+    """
+    what = "gradient of input" if mode == "reverse" else "tangent of output"
+    detail = f"{when}, the {what} {block.index} at {list(block.index_at(at))} is {value:.6g}, but {but}"
+    return Failure.at("nonlinear", *((None, block) if mode == "reverse" else (block, None)), mode=mode, detail=detail)
+
+
 def _not_finite(problem: Problem, mode: Mode, component: int, plus: Tensor, minus: Tensor) -> Failure:
     """The failure of a component that is finite for a vector, and not for the negated one."""
     block = block_with(problem.inputs if mode == "reverse" else problem.outputs, component)
-    vector, product = ("grad_output", "gradient of input") if mode == "reverse" else ("tangent", "tangent of output")
-    detail = (
-        f"for a random {vector}, the {product} {block.index} at {list(block.index_at(component))} is "
-        f"{plus[component].item():.6g}, but for the negated one it is {minus[component].item():.6g}"
-    )
-    return Failure.at("nonlinear", *((None, block) if mode == "reverse" else (block, None)), mode=mode, detail=detail)
+    when = f"for a random {'grad_output' if mode == 'reverse' else 'tangent'}"
+    but = f"for the negated one it is {minus[component].item():.6g}"
+    return nonlinear_component(mode, block, component, when, plus[component].item(), but)
 
 
 def _element_failure(

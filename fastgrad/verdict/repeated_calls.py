@@ -29,6 +29,7 @@ from fastgrad.verdict.linearity import (
     nondeterministic,
     nondeterministic_func,
 )
+from fastgrad.verdict.negation import nonlinear_component
 
 FIRST_PRODUCT, LAST_PRODUCT = NON_CONTIGUOUS, SPARSE
 """Kinds of the cotangents that are run before and after the rows: one for a product of all rows, one for a product of
@@ -316,11 +317,8 @@ class RepeatedCalls:
             return nondeterministic(self._problem.outputs[0])
         at = int(off[0])
         block = block_with(self._problem.inputs, at)
-        detail = (
-            f"for one grad_output, the gradient of input {block.index} at {list(block.index_at(at))} is "
-            f"{again[at].item():.6g}, but for {SUM_MULTIPLE:g} times this grad_output it is {multiple[at].item():.6g}"
-        )
-        return Failure.at("nonlinear", input=block, detail=detail)
+        but = f"for {SUM_MULTIPLE:g} times this grad_output it is {multiple[at].item():.6g}"
+        return nonlinear_component("reverse", block, at, "for one grad_output", again[at].item(), but)
 
 
 def repeated_calls_certificate(what: str, last: int, tolerance: float) -> Certificate:

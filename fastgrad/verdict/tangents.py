@@ -19,7 +19,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.linearity import disagreement, nonlinear_sum
+from fastgrad.verdict.linearity import disagreement, nonlinear_sum, raised_for
 from fastgrad.verdict.negation import linear_bound, negation_failure
 
 
@@ -112,8 +112,7 @@ class TangentLinearityTest:
             products = self._problem.jvps_of(self._directions)
         except Exception as error:  # one-hot tangents did not raise
             raise_unless_of_func(error)
-            detail = f"it raised {type(error).__name__} for a random tangent"
-            return Failure("nonlinear", mode="forward", detail=detail, cause=error)
+            return raised_for("a random tangent", error, "forward")
         own = self._settings.loosest()
         rtol = own.rtol + ROUNDING * self._problem.unit_roundoff
         wrong = disagreement(self._directions, products, self._sums, self._squares, self._settings, own.atol, rtol)
