@@ -107,7 +107,7 @@ def replays(device: torch.device, rounds: int, budget: float) -> Iterator[dict[s
                 lambda: cuda_graph.difference_columns(problem, *within, 1e-6, False),
             ),
             "rows": (
-                lambda: problem.analytical_rows(output, False, *within, problem.inputs, 0, 1.0)[0],
+                lambda: problem.analytical_rows(output, False, *within, problem.inputs)[0],
                 lambda: only_block(
                     cuda_graph.analytical_rows(problem, output, False, 0, [output.size], problem.inputs)
                 ),

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad.checks.one_block import (
-    jacobian,
-    product_at_hand,
-    runs_single_rows,
-    same_afterwards,
-    whole_backward,
-)
+from fastgrad.checks.one_block import jacobian, product_at_hand, runs_single_rows, same_afterwards, whole_backward
 from fastgrad.checks.small_forward import batched_tangents_agree, columns_agree, products_agree
 from fastgrad.checks.small_pattern import entries_agree, guessed_pattern
 from fastgrad.checks.small_result import SmallCheck

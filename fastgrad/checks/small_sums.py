@@ -21,12 +21,7 @@ from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.plan import sketch_size
 from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_move, func_moves, weights
-from fastgrad.engines.small_sketch import (
-    REPEATED,
-    ScreeningGradOutputs,
-    screening_grad_outputs,
-    weighted_grad_outputs,
-)
+from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screening_grad_outputs, weighted_grad_outputs
 from fastgrad.problem.first_look import is_moved
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings

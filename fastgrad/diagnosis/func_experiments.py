@@ -87,9 +87,7 @@ class FuncExperiments(Experiments):
         else:
             element, width = element_number(worst.output_index, output.tensor.shape), output.width
             value = [
-                self._problem.analytical_rows(output, part == 1, element, 1, [block], 0, 1.0)[0][
-                    0, column - block.first
-                ].item()
+                self._problem.analytical_rows(output, part == 1, element, 1, [block])[0][0, column - block.first].item()
                 for part in range(width)
             ]
         self._note(other_mode=complex(*value))
@@ -107,7 +105,7 @@ class FuncExperiments(Experiments):
             other = self._failure.part != "imaginary"
             row += 1 if other else -1
             element = element_number(worst.output_index, output.tensor.shape)
-            gradient, _, _ = self._problem.analytical_rows(output, other, element, 1, [block], 0, 1.0)
+            gradient, _, _ = self._problem.analytical_rows(output, other, element, 1, [block])
             columns = self._problem.difference_columns(column, block.width, self._settings.eps, self._record)
             own = slice(column - block.first, column - block.first + block.width)
             found = complex(*gradient[0, own].tolist()), complex(*columns[:, row].tolist())

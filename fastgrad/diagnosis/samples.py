@@ -91,7 +91,8 @@ class Samples(Experiments):
         rows = [row, *sizes.argmax(0).tolist(), *_around(row, tuple(output.tensor.shape), self._settings.seed)]
         rows = list(dict.fromkeys(rows))[: max(2 * count, min(MOST_ROWS, budget // 2))]
         if self._failure.mode == "forward":
-            own = torch.cat([self._tangents(block, element) for element in chosen])
+            columns = (block.first + block.width * element for element in chosen)
+            own = torch.cat([self._problem.tangent_columns(column, block.width)[0] for column in columns])
             analytical = self._entries(own, output, block)[rows]
         else:
             analytical = self._rows(output, block, rows)[:, chosen]
@@ -105,9 +106,6 @@ class Samples(Experiments):
             return self._problem.difference_columns(block.first, block.size, eps, self._record)
         columns = (block.first + width * element for element in elements)
         return torch.cat([self._problem.difference_columns(j, width, eps, self._record) for j in columns])
-
-    def _tangents(self, block: Block, element: int) -> Tensor:
-        return self._problem.tangent_columns(block.first + block.width * element, block.width)[0]
 
     def _entries(self, columns: Tensor, output: Block, block: Block) -> Tensor:
         """Entries of the failing part from columns (coordinates, m): shape (output elements, input elements)."""
@@ -125,7 +123,7 @@ class Samples(Experiments):
         elements = list(elements)
         runs = [(elements[0], len(elements))] if elements == list(range(output.tensor.numel())) else None
         rows = [
-            self._problem.analytical_rows(output, imaginary, first, count, [block], 0, 1.0)[0]
+            self._problem.analytical_rows(output, imaginary, first, count, [block])[0]
             for first, count in runs or [(element, 1) for element in elements]
         ]
         return _paired(torch.cat(rows)) if block.is_complex else torch.cat(rows)

@@ -169,7 +169,7 @@ def analytical_rows(
     """
     if counts[0] < FEWEST:
         for count in counts:
-            yield problem.analytical_rows(output, imaginary, first, count, inputs, 0, 1.0)[0]
+            yield problem.analytical_rows(output, imaginary, first, count, inputs)[0]
             first += count
         return
     if any(map(_may_use_cuda, threading.enumerate())):

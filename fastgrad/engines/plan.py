@@ -449,7 +449,7 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
         return False, ""
 
     def single(first: int, count: int) -> Tensor:
-        return problem.analytical_rows(output, False, first, count, problem.inputs, 0, 1.0)[0]
+        return problem.analytical_rows(output, False, first, count, problem.inputs)[0]
 
     def replay(first: int, count: int) -> Tensor:
         (rows,) = cuda_graph.analytical_rows(problem, output, False, first, [count], problem.inputs)

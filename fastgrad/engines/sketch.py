@@ -20,15 +20,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.core.tensors import largest, near
-from fastgrad.engines.grad_output_kinds import (
-    CONSTANT,
-    DENSE,
-    EXPANDED,
-    HALVED,
-    NON_CONTIGUOUS,
-    SPARSE,
-    GradOutputKind,
-)
+from fastgrad.engines.grad_output_kinds import CONSTANT, DENSE, EXPANDED, HALVED, NON_CONTIGUOUS, SPARSE, GradOutputKind
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 

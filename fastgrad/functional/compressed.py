@@ -132,10 +132,10 @@ def entries_by_structure(
     try:
         for pattern in _LinearMapPatterns(maps).candidates():
             for scheme in maps.schemes(pattern):
-                values = scheme.values()
-                if _is_certified(rows, pattern, values):
-                    i, j = (torch.from_numpy(side).to(rows.device) for side in (pattern.rows(), pattern.columns))
-                    return Entries(i, j, values, rows.m, rows.n)
+                i, j = (torch.from_numpy(side).to(rows.device) for side in (pattern.rows(), pattern.columns))
+                found = Entries(i, j, scheme.values(), rows.m, rows.n)
+                if _is_certified(rows, found):
+                    return found
     except Exception as error:  # products for one row at a time may not raise
         raise_unless_of_func(error)
         return None
@@ -231,10 +231,10 @@ class _LinearMapPatterns(Detection):
         return self._maps.rows.reaction(chosen, PROBE_COTANGENT)
 
 
-def _is_certified(rows: LinearMap, pattern: Pattern, values: Tensor) -> bool:
+def _is_certified(rows: LinearMap, found: Entries) -> bool:
     """Whether products with random seeds equal the sums of the entries, up to rounding."""
-    i, j = (torch.from_numpy(side).to(rows.device) for side in (pattern.rows(), pattern.columns))
-    precise = values.to(torch.promote_types(values.dtype, torch.float64))
+    i, j = found.rows, found.columns
+    precise = found.values.to(torch.promote_types(found.values.dtype, torch.float64))
     seeds = [
         direction(rows.m, 0, COTANGENT_STREAM + 16 * halved, halved=bool(halved)) for halved in range(CERTIFICATES)
     ]

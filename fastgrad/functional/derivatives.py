@@ -32,10 +32,7 @@ from fastgrad.functional.containers import (
     zeros,
 )
 from fastgrad.functional.linear_map import backward_map, backward_of_backward_map, forward_map, tangents_along
-from fastgrad.functional.numerical import (
-    numerical_hessian,
-    numerical_jacobian,
-)
+from fastgrad.functional.numerical import numerical_hessian, numerical_jacobian
 from fastgrad.functional.products import check_product_options
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.validation import is_differentiable, truth_of

@@ -53,8 +53,8 @@ class ReverseMode(Evaluation):
         first: int,
         count: int,
         inputs: Sequence[Block],
-        repeated: int,
-        scale: float,
+        repeated: int = 0,
+        scale: float = 1.0,
     ) -> tuple[Tensor, Tensor, native.GradientsMatch]:
         """Rows of the analytical Jacobian of one output, by VJPs with one-hot cotangents.
 

@@ -137,11 +137,8 @@ class PartitionedProblem(Problem):
             return super().difference_groups(groups, rows, columns, eps, record_graph)
         values = torch.zeros(rows.numel(), dtype=torch.float64, device=self.device)
         sent = _sent(groups, rows)
-
-        def store(items: slice, found: Tensor) -> None:
-            values[sent.entries_of(items.start, items.stop)] = found
-
-        self._do(Work("column groups", (sent, columns, eps, record_graph)), (0, count), store, values, rows, columns)
+        work, store = Work("column groups", (sent, columns, eps, record_graph)), _into_entries(values, sent)
+        self._do(work, (0, count), store, values, rows, columns)
         return values
 
     @phase("analytical columns")
@@ -163,8 +160,8 @@ class PartitionedProblem(Problem):
         first: int,
         count: int,
         inputs: Sequence[Block],
-        repeated: int,
-        scale: float,
+        repeated: int = 0,
+        scale: float = 1.0,
     ) -> tuple[Tensor, Tensor, native.GradientsMatch]:
         """As `Problem.analytical_rows`; rows that are run twice are run in this process."""
         before, head = self.vjps, max(1, repeated)
@@ -193,13 +190,9 @@ class PartitionedProblem(Problem):
         before, head = self.vjps, max(1, repeated)
         if self._divides(count - head):
             sent = _sent(groups, columns)
-
-            def store(items: slice, found: Tensor) -> None:
-                values[sent.entries_of(items.start, items.stop)] = found
-
             match = super().vjp_groups(output, groups.part(0, head), columns, head, values, repeated, scale)
             work = Work("row groups", (output.index, sent, scale))
-            if _is_usual(match) and self._do(work, (head, count), store, values, columns):
+            if _is_usual(match) and self._do(work, (head, count), _into_entries(values, sent), values, columns):
                 return match
         self.vjps = before
         return super().vjp_groups(output, groups, columns, count, values, repeated, scale)
@@ -231,7 +224,7 @@ class PartitionedProblem(Problem):
 
     def _rows(self, begin: int, end: int, output: int, imaginary: bool, inputs: Sequence[int]) -> Tensor | None:
         blocks = [self.inputs[k] for k in inputs]
-        rows, _, match = super().analytical_rows(self.outputs[output], imaginary, begin, end - begin, blocks, 0, 1.0)
+        rows, _, match = super().analytical_rows(self.outputs[output], imaginary, begin, end - begin, blocks)
         return rows if _is_usual(match) else None
 
     def _row_groups(self, begin: int, end: int, output: int, groups: _Groups, scale: float) -> Tensor | None:
@@ -334,6 +327,15 @@ def _into(values: Tensor, first: int) -> Store:
 
     def store(items: slice, found: Tensor) -> None:
         values[items.start - first : items.stop - first] = found
+
+    return store
+
+
+def _into_entries(values: Tensor, groups: _Groups) -> Store:
+    """Stores the entries of some groups."""
+
+    def store(items: slice, found: Tensor) -> None:
+        values[groups.entries_of(items.start, items.stop)] = found
 
     return store
 

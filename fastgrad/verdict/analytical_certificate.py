@@ -26,12 +26,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
-from fastgrad.verdict.linearity import (
-    LinearityTest,
-    groups_failure,
-    linearity_certificate,
-    movement_between,
-)
+from fastgrad.verdict.linearity import LinearityTest, groups_failure, linearity_certificate, movement_between
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.numerical_certificate import Incomplete, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls

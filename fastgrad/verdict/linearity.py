@@ -129,20 +129,17 @@ def groups_failure(
     again = (problem.vjp(cotangents, only=output) for _ in range(RERUNS))
     if any(differ(gradients, gradient, settings.nondet_tol, False) for gradient in again):
         return Failure.at("nondeterministic", output, part=part)
+    repeats: list[tuple[slice, Sequence[Layout], str]] = [(slice(None), (), "")]
     expands = len(problem.outputs) == 1 and not output.is_complex
     whole = next((k for k, group in enumerate(groups) if expands and group.size == output.size), None)
-    for expanded in (0, 1):
-        if expanded and whole is None:
-            continue
-        rows = cotangents if not expanded else cotangents[whole : whole + 1]  # type: ignore[operator]
-        expected = gradients if not expanded else gradients[whole : whole + 1]  # type: ignore[operator]
-        layouts = [Layout.EXPANDED] if expanded else ()
-        products = problem.vjp(rows * REPEAT_SCALE, layouts, only=output) / REPEAT_SCALE
+    if whole is not None:
+        repeats.append((slice(whole, whole + 1), [Layout.EXPANDED], " and expanded with stride 0"))
+    for rows, layouts, kind in repeats:
+        products = problem.vjp(cotangents[rows] * REPEAT_SCALE, layouts, only=output) / REPEAT_SCALE
         if any(
             ops.compare(left, right, own.atol, own.rtol, False, False)[0].item()
-            for own, left, right in by_inputs(problem.inputs, settings, products, expected)
+            for own, left, right in by_inputs(problem.inputs, settings, products, gradients[rows])
         ):
-            kind = " and expanded with stride 0" if expanded else ""
             detail = (
                 f"a grad_output that is 1 at some elements of output {output.index}, and one {REPEAT_SCALE:g} times as "
                 f"large{kind}, give gradients that are not multiples of each other"
@@ -218,14 +215,12 @@ def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Fai
 def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: int, nondet_tol: float) -> bool:
     """Whether two runs with the same one-hot cotangents differ by more than nondet_tol, as in torch's checker."""
     rows, again, match = problem.analytical_rows(
-        output, part == "imaginary", first, count, problem.inputs, repeated=count, scale=1.0
+        output, part == "imaginary", first, count, problem.inputs, repeated=count
     )
     if match.repeats:
         return False
-    columns = [block.slice for block in problem.inputs]
     return any(
-        differ(rows[:, within], again[:, within], nondet_tol, block.is_complex)
-        for block, within in zip(problem.inputs, columns, strict=True)
+        differ(rows[:, block.slice], again[:, block.slice], nondet_tol, block.is_complex) for block in problem.inputs
     )
 
 
@@ -529,7 +524,7 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
                 )
                 return failure("nonlinear", detail=detail), found
             for other in last:
-                rows, _, _ = problem.analytical_rows(output, imaginary, other, 1, problem.inputs, repeated=0, scale=1.0)
+                rows, _, _ = problem.analytical_rows(output, imaginary, other, 1, problem.inputs)
                 found[output.first + other * output.width + int(imaginary)] = rows[0]
     return None, found
 

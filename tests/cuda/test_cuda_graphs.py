@@ -110,7 +110,7 @@ def test_replayed_rows_are_those_of_the_loop(device: torch.device) -> None:
             for output in problem.outputs:
                 for imaginary in (False, True) if output.is_complex else (False,):
                     count = output.tensor.numel()
-                    single, _, _ = problem.analytical_rows(output, imaginary, 0, count, problem.inputs, 0, 1.0)
+                    single, _, _ = problem.analytical_rows(output, imaginary, 0, count, problem.inputs)
                     counts = [count - count // 2, count // 2]
                     blocks = cuda_graph.analytical_rows(problem, output, imaginary, 0, counts, problem.inputs)
                     rows = torch.cat([block.clone() for block in blocks])
@@ -148,7 +148,7 @@ def test_refused_rows(
         (output,) = problem.outputs
         with pytest.raises(executor.RefusedError, match=reason):
             next(cuda_graph.analytical_rows(problem, output, False, 0, [40], problem.inputs))
-        rows, _, _ = problem.analytical_rows(output, False, 0, 40, problem.inputs, 0, 1.0)
+        rows, _, _ = problem.analytical_rows(output, False, 0, 40, problem.inputs)
     generator.set_state(state)
     torch.testing.assert_close(rows, 2 * torch.eye(40, dtype=torch.float64, device=device))
 

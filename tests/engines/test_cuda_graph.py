@@ -528,7 +528,7 @@ def rows_of(problem: Problem, first: int, count: int, replayed: bool) -> list[Te
     return [
         next(cuda_graph.analytical_rows(problem, output, imaginary, first, [count], problem.inputs))
         if replayed
-        else problem.analytical_rows(output, imaginary, first, count, problem.inputs, 0, 1.0)[0]
+        else problem.analytical_rows(output, imaginary, first, count, problem.inputs)[0]
         for output in problem.outputs
         for imaginary in ((False, True) if output.is_complex else (False,))
     ]
@@ -563,7 +563,7 @@ def test_all_blocks_of_rows_are_of_one_capture(cuda: Cuda, monkeypatch: pytest.M
         assert cuda.log == []
         found = [rows.clone() for rows in blocks]
         assert problem.vjps - vjps == sum(counts)
-        single = problem.analytical_rows(output, False, 3, sum(counts), problem.inputs, 0, 1.0)[0]
+        single = problem.analytical_rows(output, False, 3, sum(counts), problem.inputs)[0]
     assert [len(rows) for rows in found] == counts
     torch.testing.assert_close(torch.cat(found), single, rtol=1e-14, atol=0)
     assert cuda.log.count("begin") == cuda.log.count("reset") == 1
