@@ -431,15 +431,11 @@ def _repeat(
     run_again: as in `first_moving`.
     """
     again = SmallBackward(check.problem, check.vjps)
-    moving, rounding = first_moving(
-        again,
-        settings,
-        made.vectors,
-        made.only,
-        gradients.clone(),
-        order,
-        lambda row: settings.nondet_tol * float(made.vectors[row].abs().sum()),
-        run_again,
-    )
+
+    def tolerance(row: int) -> float:
+        return settings.nondet_tol * float(made.vectors[row].abs().sum())
+
+    rows = made.vectors, made.only, gradients.clone()
+    moving, rounding = first_moving(again, settings, *rows, order, tolerance, run_again)
     check.vjps, check.moved = again.vjps, moving is not None
     return None if check.moved else rounding

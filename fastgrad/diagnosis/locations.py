@@ -118,20 +118,9 @@ def _places(sample: Sample, side: Side, settings: Tolerances) -> _WrongElements 
     excess = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").scatter_reduce(
         0, number, of_entries, "amax"
     )
-    count = int(failing.sum())
-    share = count / int(bad[number].sum())
-    return _WrongElements(
-        shape,
-        unique,
-        values,
-        side,
-        bad,
-        excess,
-        _mixing(sample, nonzero),
-        share,
-        (count, failing.numel()),
-        sample.complete,
-    )
+    entries, mixing = (int(failing.sum()), failing.numel()), _mixing(sample, nonzero)
+    share = entries[0] / int(bad[number].sum())
+    return _WrongElements(shape, unique, values, side, bad, excess, mixing, share, entries, sample.complete)
 
 
 def _mixing(sample: Sample, nonzero: Tensor) -> frozenset[int] | None:

@@ -152,16 +152,11 @@ class Samples(Experiments):
             torch.arange(block.size // block.width, device="cpu") if block.elements is None else block.elements.cpu()
         )
         complete = whole and block.elements is None and i.numel() == int(kept.sum())
-        return Sample(
-            tuple(output.tensor.shape),
-            tuple(block.tensor.shape),
-            i if rows is None else torch.tensor(rows, device="cpu")[i],
-            element[j if columns is None else torch.tensor(columns, device="cpu")[j]],
-            _wide(analytical[i, j]),
-            _wide(numerical[i, j]),
-            failing[i, j],
-            complete=complete,
-        )
+        shapes = tuple(output.tensor.shape), tuple(block.tensor.shape)
+        outputs = i if rows is None else torch.tensor(rows, device="cpu")[i]
+        inputs = element[j if columns is None else torch.tensor(columns, device="cpu")[j]]
+        values = _wide(analytical[i, j]), _wide(numerical[i, j])
+        return Sample(*shapes, outputs, inputs, *values, failing[i, j], complete=complete)
 
 
 def _around(element: int, shape: tuple[int, ...], seed: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
 
@@ -92,16 +92,6 @@ class Compression:
     def column_groups_of(self, columns: Tensor) -> Tensor:
         """The group of each of some columns: int64, of the same shape."""
         return torch.from_numpy(self.column_colors[columns.cpu().numpy()]).to(columns.device)
-
-    @cached_property
-    def most_in_column(self) -> int:
-        """Number of entries of the fullest column."""
-        return self.pattern.most_in_column
-
-    @cached_property
-    def most_in_row(self) -> int:
-        """Number of entries of the fullest row."""
-        return self.pattern.most_in_row
 
     def entries_of_row(self, row: int) -> slice:
         """The entries of a row."""

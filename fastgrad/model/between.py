@@ -263,12 +263,11 @@ class LossErrorExperiments:
     def _add_saved(
         self, saved: Sequence[Saved], along: DirectionalComparison, names: tuple[str, ...], error: float
     ) -> None:
-        counting = []
-        for one in saved[:MOST_SAVED]:
+        def counts(one: Saved) -> bool:
             gradients = self._record(kept_saved=frozenset({one.number}))[1]
-            if abs(self.whole.compared(along, gradients).analytical - along.analytical) > along.allowed:
-                counting.append(one)
-        saved = counting or saved
+            return abs(self.whole.compared(along, gradients).analytical - along.analytical) > along.allowed
+
+        saved = list(filter(counts, saved[:MOST_SAVED])) or saved
         unknown = frozenset(one.number for one in saved if not one.writer)
         if unknown:
             watching = self._record(watched=unknown)[0]
@@ -282,12 +281,11 @@ class LossErrorExperiments:
     def _add_detached(
         self, detached: Sequence[DetachedPath], along: DirectionalComparison, names: tuple[str, ...], error: float
     ) -> None:
-        counting = []
-        for cut in detached[:MOST_CUTS]:
+        def counts(cut: DetachedPath) -> bool:
             held = self._while_held([cut], lambda: self.whole.along(along.vectors))
-            if held is not None and abs(held.numerical - along.numerical) > along.allowed:
-                counting.append(cut)
-        counting = counting or list(detached)
+            return held is not None and abs(held.numerical - along.numerical) > along.allowed
+
+        counting = list(filter(counts, detached[:MOST_CUTS])) or list(detached)
         text = (
             f"autograd treats the result of {counting[0].name}{at(counting[0].site)} as a constant, although it "
             "depends on parameters; with this result held fixed, differences agree with the gradients"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,12 +78,12 @@ class Pattern:
         # With one entry per row, the starts are the numbers of the rows: no more memory is needed.
         return self.starts[:-1] if bool((sizes == 1).all()) else np.repeat(np.arange(self.m), sizes)
 
-    @property
+    @cached_property
     def most_in_row(self) -> int:
         """Number of entries of the fullest row."""
         return int(np.diff(self.starts).max(initial=0))
 
-    @property
+    @cached_property
     def most_in_column(self) -> int:
         """Number of entries of the fullest column."""
         return int(np.bincount(self.columns).max(initial=0))

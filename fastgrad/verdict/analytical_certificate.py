@@ -297,9 +297,8 @@ class AnalyticalCertificate:
             linearity = LinearityTest(
                 self._problem, self._settings, self._repeats_all, self._moving_group, some, *excluded, number
             )
-            linearity.add_entries(
-                self._compression.rows, self._compression.columns, self.values, self._compression.most_in_column
-            )
+            entries = self._compression.rows, self._compression.columns, self.values
+            linearity.add_entries(*entries, self._compression.pattern.most_in_column)
             for row, gradient in self._replaced.items():
                 gradient = gradient.index_fill(0, self._compression.columns[self._compression.entries_of_row(row)], 0.0)
                 linearity.replace_row(row, gradient)

@@ -232,14 +232,9 @@ class PairComparison:
             a, n = (_entry(block[i, k * width : (k + 1) * width]) for block in (analytical, numerical))
             self.worst_excess = excess
             along_row, along_column = (int(element) for element in elements(i, k))
-            row_index, column_index = along_rows.element_index(along_row), along_columns.element_index(along_column)
-            self.worst = Entry(
-                column_index if forward else row_index,
-                row_index if forward else column_index,
-                a,
-                n,
-                atol + rtol * modulus(n),
-            )
+            places = along_rows.element_index(along_row), along_columns.element_index(along_column)
+            output_index, input_index = reversed(places) if forward else places
+            self.worst = Entry(output_index, input_index, a, n, atol + rtol * modulus(n))
 
     def _keep_failing(
         self, analytical: Tensor, numerical: Tensor, width: int, elements: Callable[[Any, Any], tuple[Any, Any]]
@@ -340,18 +335,11 @@ class PairComparison:
 
         analytical, numerical, rows, columns = self.entries_at_hand
         width = self._width()
-        values = [_matrix(block.unsqueeze(0), width)[0].cpu() for block in (analytical, numerical)]
-        wide = [value.to(torch.complex128 if width == 2 else torch.float64) for value in values]
+        dtype = torch.complex128 if width == 2 else torch.float64
+        found, wanted = (_matrix(block.unsqueeze(0), width)[0].cpu().to(dtype) for block in (analytical, numerical))
         elements = columns if self.input.elements is None else self.input.elements.to(columns.device)[columns]
-        return Sample(
-            tuple(self.output.tensor.shape),
-            tuple(self.input.tensor.shape),
-            rows.cpu(),
-            elements.cpu(),
-            wide[0],
-            wide[1],
-            self._differ(*wide),
-        )
+        shapes = tuple(self.output.tensor.shape), tuple(self.input.tensor.shape)
+        return Sample(*shapes, rows.cpu(), elements.cpu(), found, wanted, self._differ(found, wanted))
 
     def result(self) -> Comparison:
         """The comparison so far, as data."""
@@ -380,20 +368,9 @@ class PairComparison:
 
     def pair(self, part: Part, agrees: bool) -> Pair:
         """A comparison and its outcome."""
-        return Pair(
-            self.output.index,
-            self.input.index,
-            self.output.position,
-            self.input.position,
-            part,
-            self.mode,
-            self.entries,
-            self.mismatches,
-            agrees,
-            self.largest_absolute,
-            self.largest_relative,
-            self.on_pattern,
-        )
+        places = self.output.index, self.input.index, self.output.position, self.input.position
+        largest = self.largest_absolute, self.largest_relative
+        return Pair(*places, part, self.mode, self.entries, self.mismatches, agrees, *largest, self.on_pattern)
 
 
 def spans(elements: Tensor, shape: Sequence[int]) -> tuple[Span, ...]:

@@ -183,17 +183,10 @@ def located_failure(found: list[Found]) -> Failure:
 def located_pair(failure: Failure, comparison: Comparison) -> Pair:
     """The pair of a failure that was found from single entries."""
     places = failure.output, failure.input, failure.output_position, failure.input_position
-    return Pair(
-        *cast("tuple[int, int, int, int]", places),  # a mismatch has them all
-        failure.part,
-        failure.mode,
-        comparison.entries,
-        comparison.mismatches,
-        False,
-        comparison.largest_absolute,
-        comparison.largest_relative,
-        comparison.on_pattern,
-    )
+    known = cast("tuple[int, int, int, int]", places)  # a mismatch has them all
+    counts = comparison.entries, comparison.mismatches
+    largest = comparison.largest_absolute, comparison.largest_relative
+    return Pair(*known, failure.part, failure.mode, *counts, False, *largest, comparison.on_pattern)
 
 
 def _extent(entries: list[Entry], output: Block, input_: Block) -> Extent:

@@ -460,17 +460,8 @@ class NumericalCertificate:
         if excluded is not None:
             none = torch.zeros(self._problem.n, dtype=torch.bool, device=self._problem.device)
             fixed = (none if fixed is None else fixed).index_fill(0, excluded[1], True)
-        differences = directional_differences(
-            self._problem,
-            self._settings,
-            self._base,
-            self._settings.eps * step,
-            count,
-            0,
-            extrapolated=extrapolated,
-            fixed=fixed,
-            first=first,
-        )
+        arguments = self._problem, self._settings, self._base, self._settings.eps * step, count, 0
+        differences = directional_differences(*arguments, extrapolated=extrapolated, fixed=fixed, first=first)
         if compression.excluded_rows is not None:
             for values in (differences.derivatives, differences.noise):
                 values.masked_fill_(compression.excluded_rows, 0.0)
@@ -500,7 +491,7 @@ class NumericalCertificate:
             torch.maximum(error, total.sub_(derivatives).abs_(), out=error)
         own = ROUNDING * differences.rounding
         # Errors of the numerical entries of a row have random signs: their sum grows with the root of their number.
-        share = 1.0 if rounding is None else max(1, self._compression.most_in_row) ** 0.5
+        share = 1.0 if rounding is None else max(1, self._compression.pattern.most_in_row) ** 0.5
         return _Discrepancies(error, differences.noise, base, max(own, rounding or 0.0), self._settings, share)
 
 

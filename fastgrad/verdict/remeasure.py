@@ -72,15 +72,10 @@ class Suspects:
         """One of the entries for a report; refined: its numerical value after re-measuring; error: of this value."""
         numerical = complex(self.numerical[which]) if refined is None else refined
         analytical = complex(self.analytical[which])
+        places = self.output.index_at(int(self.outputs[which, 0])), self.input.index_at(int(self.inputs[which, 0]))
         is_real = self.inputs.shape[1] == self.outputs.shape[1] == 1
-        return Entry(
-            self.output.index_at(int(self.outputs[which, 0])),
-            self.input.index_at(int(self.inputs[which, 0])),
-            analytical.real if is_real else analytical,
-            numerical.real if is_real else numerical,
-            self.tolerances.atol + self.tolerances.rtol * modulus(numerical),
-            error,
-        )
+        found, wanted = (analytical.real, numerical.real) if is_real else (analytical, numerical)
+        return Entry(*places, found, wanted, self.tolerances.atol + self.tolerances.rtol * modulus(numerical), error)
 
 
 @dataclass(frozen=True)

@@ -253,29 +253,17 @@ class RepeatedCalls:
 
     def _first_moved(self, known: Tensor, order: list[int]) -> Block | None:
         """The output of the first call, in this order, whose gradient differs from the known one."""
+        run = partial(first_moving, self._problem, self._settings)
         if self._at_once == len(self._calls):
-            moving, rounding = first_moving(
-                self._problem,
-                self._settings,
-                self._cotangents(self._calls),
-                self._outputs,
-                known,
-                order,
-                partial(self._tolerance, known),
-            )
+            cotangents, tolerance = self._cotangents(self._calls), partial(self._tolerance, known)
+            moving, rounding = run(cotangents, self._outputs, known, order, tolerance)
             self._rounding = max(self._rounding, rounding)
             return moving
         for number, call in enumerate(order):
-            within, tolerance = slice(call, call + 1), self._tolerance(known, call)
-            moving, rounding = first_moving(
-                self._problem,
-                self._settings,
-                self._cotangents(range(call, call + 1)),
-                self._outputs[within],
-                known[within],
-                [0],
-                {0: tolerance}.__getitem__,
-                run_again=[0] if call in order[:number] else [],
+            within, allowed = slice(call, call + 1), {0: self._tolerance(known, call)}
+            cotangents, run_again = self._cotangents(range(call, call + 1)), [0] if call in order[:number] else []
+            moving, rounding = run(
+                cotangents, self._outputs[within], known[within], [0], allowed.__getitem__, run_again
             )
             self._rounding = max(self._rounding, rounding)
             if moving is not None:
