@@ -219,7 +219,7 @@ def _first_failure(
     else:
         plan, failure = _exact(problem, settings, findings)
     if failure is None and problem.has_graph:
-        failure = _attribute_failure(problem, settings, findings)
+        failure = attribute_failure(problem, settings, findings)
     if (
         (failure is None or failure.kind == "mismatch")
         and problem.has_graph
@@ -252,7 +252,7 @@ def _forward_failure(problem: Problem, settings: Settings, findings: Findings) -
     return failure
 
 
-def _attribute_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
+def attribute_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
     """The checks besides the Jacobians: undefined, zero and batched grad_outputs and tangents."""
     backward, block = findings.backward, problem.modified_tangent
     failure = None if block is None else modified_tangent(block)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks import order
+from fastgrad.checks.complete import attribute_failure
 from fastgrad.checks.description import environment, subject
 from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.native import Layout
@@ -31,7 +32,7 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.low_precision import LowPrecision
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.grad_outputs import check_batched_gradients, check_undefined_grads, check_zero_grad_output
+from fastgrad.verdict.comparison import Findings
 
 SAME_DRAW = 16.0
 """Allowed difference of two runs of func with the same random state, in units of the largest value (atomic
@@ -257,14 +258,7 @@ class LowerCheck:
 
     def _attributes(self, problem: Problem) -> Failure | None:
         """The checks apart from values, as in double precision."""
-        settings = self._settings
-        failure = self._two_runs(problem)
-        if failure is None and settings.check_batched_grad:
-            failure = check_batched_gradients(problem, settings)
-        if failure is None:
-            failure = check_zero_grad_output(problem, settings)
-        if failure is None and settings.check_undefined_grad:
-            failure = check_undefined_grads(problem)
+        failure = self._two_runs(problem) or attribute_failure(problem, self._settings, Findings())
         if failure is not None and failure.kind in _OF_ZEROS and self._outcome.precision.out_of_range:
             self._outcome.notes.append(
                 f"zero grad_outputs were not checked ({failure.kind}): if the derivative is not finite, "

@@ -239,8 +239,14 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
 
 def _with_cause(report: ReportData, line: str) -> str:
     """A first line, with the most probable cause if it is almost certain."""
-    sure = report.causes and report.causes[0].confidence >= HEADLINE_CONFIDENCE
-    return f"{line}; probable cause: {report.causes[0].text}" if sure else line
+    cause = _sure_cause(report)
+    return f"{line}; probable cause: {cause}" if cause else line
+
+
+def _sure_cause(report: ReportData) -> str:
+    """The most probable cause if it is almost certain; otherwise empty."""
+    is_sure = bool(report.causes) and report.causes[0].confidence >= HEADLINE_CONFIDENCE
+    return report.causes[0].text if is_sure else ""
 
 
 _HEADLINES: dict[FailureKind, str] = {
@@ -267,13 +273,9 @@ _HEADLINES: dict[FailureKind, str] = {
 
 def _headline(report: ReportData, failure: Failure) -> str:
     """The first line of a failure without compared entries: function, failure, and the cause if known."""
-    function = _function(report)
-    if (
-        failure.kind in ("nonlinear", "nondeterministic")
-        and report.causes
-        and report.causes[0].confidence >= HEADLINE_CONFIDENCE
-    ):
-        return f"{function}: {report.causes[0].text}"  # the cause is more specific than the texts above
+    function, cause = _function(report), _sure_cause(report)
+    if cause and failure.kind in ("nonlinear", "nondeterministic"):
+        return f"{function}: {cause}"  # the cause is more specific than the texts above
     output, input_ = names_of(report, failure)
     derivative, vector = ("the jvp", "tangent") if failure.mode == "forward" else ("backward", "grad_output")
     text = _HEADLINES[failure.kind].format(
