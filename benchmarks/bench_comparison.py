@@ -120,7 +120,7 @@ def installed(checkers: Iterable[Checker] = CHECKERS) -> list[Checker]:
 
 
 def same_function(problem: Problem) -> None:
-    """Raises if jax computes something else."""
+    """Raises if jax computes other values."""
     import jax.numpy
 
     assert problem.jax is not None
@@ -131,9 +131,9 @@ def same_function(problem: Problem) -> None:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """One CPU, one thread, limits; in the process that measures."""
+    """Sets one CPU, one thread and the limits, in the process that measures."""
     warnings.simplefilter("ignore")
-    gc.freeze()  # what was imported is not searched again and again
+    gc.freeze()  # imported modules are not searched for again
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     size = int(options.memory * 2**30)
@@ -142,7 +142,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def rival(checker: Checker) -> Checker:
-    """The check of fastgrad that a tool is timed in turn with."""
+    """The check of fastgrad that is timed in turn with a tool."""
     return EXACT if checker.every or checker is FAST else FAST
 
 
@@ -207,7 +207,7 @@ def apart(call: Callable[[], Any], seconds: float) -> Any:
 
 
 def predicted(times: Sequence[float], growth: float) -> float:
-    """Seconds for the next size, by the growth of the last two; linear where that is less."""
+    """Predicts the seconds for the next size from the growth of the last two sizes; at least linear growth."""
     if not times:
         return 0.0
     return times[-1] * max(growth, times[-1] / times[-2] if len(times) > 1 else 0.0)
@@ -251,7 +251,7 @@ def _prepared(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def outcome(checker: Checker, problem: Problem) -> tuple[str, str]:
-    """A tool's verdict on a gradient, and its message: passes, fails, or raises something else."""
+    """A tool's verdict on a gradient, and its message: passes, fails, or raises another exception."""
     try:
         checker.check(problem)
     except (GradcheckError, AssertionError) as error:
@@ -262,7 +262,7 @@ def outcome(checker: Checker, problem: Problem) -> tuple[str, str]:
 
 
 def judged(message: str, wrong: set[tuple[int, int]], width: int) -> str:
-    """How well a failure says what is wrong: names a wrong entry, or the kind of error, or just fails."""
+    """What a failure says: it names a wrong entry or the kind of error, or only fails."""
     for match in LOCATED.finditer(message):
         output, input = (int(index) for index in match.groups() if index is not None)
         own = match.group(1) is not None
@@ -457,14 +457,14 @@ def cost_table(
 
 
 def quickest(costs: list[dict[str, Any]], every: bool) -> list[str]:
-    """The tool that takes the least time, for each size of each case that one of its kind ends for."""
+    """The tool that takes the least time, for each case and size that a tool of this kind completes."""
     passed = [row for row in _chosen(costs, verdict=True) if EVERY[row["tool"]] == every]
     columns = dict.fromkeys((row["case"], row["n"]) for row in passed)
     return [min(_chosen(passed, case=case, n=n), key=lambda row: row["seconds"])["tool"] for case, n in columns]
 
 
 def ratio_table(costs: list[dict[str, Any]]) -> str:
-    """The tools compared with fastgrad and with each other, without the head."""
+    """The table of the tools compared with fastgrad and with each other, without its head."""
     lines = []
     for tool in _unique(costs, "tool"):
         pairs = [row for row in _chosen(costs, tool=tool) if "ratio" in row]
@@ -533,7 +533,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
-    """The figure of each question."""
+    """Draws the figure of each question."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -587,14 +587,14 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
 
 
 def publish() -> None:
-    """Figures and page from the kept result."""
+    """Writes figures and page from the saved result."""
     result = json.loads((RESULTS / f"{NAME}.json").read_text())
     draw(result["rows"], RESULTS)
     PAGE.write_text(page(result))
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The errors that each tool found and passed, and its time over fastgrad's."""
+    """The errors that each tool found and missed, and its time divided by fastgrad's."""
     summary: dict[str, Any] = {}
     for tool in _unique(rows, "tool"):
         errors = [row for row in _chosen(rows, question="errors", tool=tool) if row["verdict"] != "not for this"]

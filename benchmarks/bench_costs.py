@@ -35,7 +35,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 def median_seconds(run: Callable[[], Any], rounds: int) -> float:
-    """Of one call, after a first one."""
+    """The median time of a call, after a first call."""
     run()
     found = []
     for _ in range(rounds):
@@ -46,7 +46,7 @@ def median_seconds(run: Callable[[], Any], rounds: int) -> float:
 
 
 def calls_seconds(func: Callable[..., Any], inputs: tuple[Tensor, ...], rounds: int) -> tuple[float, float]:
-    """Of one evaluation that records a graph, and of one VJP."""
+    """The median times of an evaluation that records a graph, and of a VJP."""
     with Problem(func, inputs) as problem:
         cotangent = torch.ones(1, problem.m, dtype=torch.float64, device=DEVICE)
         problem.graph()
@@ -56,7 +56,7 @@ def calls_seconds(func: Callable[..., Any], inputs: tuple[Tensor, ...], rounds: 
 
 
 def beside_the_calls(check: Callable[[], fastgrad.Report], evaluation: float, vjp: float, rounds: int) -> float:
-    """Seconds of a check that its calls of func and backward do not take."""
+    """Seconds of a check without its calls of func and backward."""
     report = check()
     assert report.passed, report
     return median_seconds(check, rounds) - report.evaluations * evaluation - report.vjps * vjp
@@ -76,7 +76,7 @@ class Sine(torch.autograd.Function):
 
 
 def usual_costs(rounds: int) -> dict[str, tuple[float, float]]:
-    """Time of an evaluation for a difference, by its nodes: as assumed, and as measured."""
+    """Time of an evaluation for a difference: as assumed from its nodes, and as measured."""
 
     def seconds(func: Callable[..., Any], *inputs: Tensor, records: bool = True) -> float:
         with Problem(func, inputs, records_differences=records) as problem:
@@ -90,7 +90,7 @@ def usual_costs(rounds: int) -> dict[str, tuple[float, float]]:
     x, count = leaf(16), 20
     one, many = seconds(torch.sin, x), seconds(chain(torch.sin, count), x)
     node = (many - one) / (count - 1)
-    call = one - 2 * node  # sin's, and that of its input
+    call = one - 2 * node  # the cost of a call, without the nodes of sin and of its input
     custom = (seconds(chain(Sine.apply, count), x) - many) / count
     grad_output = leaf(16)
     backward = Backward(torch.sin, (x,), (grad_output,))
@@ -105,10 +105,10 @@ def usual_costs(rounds: int) -> dict[str, tuple[float, float]]:
 
 
 def measured(rounds: int) -> dict[str, float]:
-    """The costs by the names of the model's."""
+    """The costs, by their names in the model."""
     x = leaf(SIZE)
     evaluation, vjp = calls_seconds(torch.sin, (x,), rounds)
-    # Heavy enough that nothing but func and backward counts, and of the most common kinds.
+    # So costly that only the time of func and backward matters, and of the most common kinds.
     ratios = [
         heavy_vjp / heavy
         for func, inputs in (

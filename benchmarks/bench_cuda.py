@@ -65,7 +65,7 @@ def on(case: Case, device: torch.device) -> Case:
 def checks(
     cases: list[Case], modes: tuple[str, ...], device: torch.device, rounds: int, budget: float
 ) -> Iterator[dict[str, Any]]:
-    """Slow mode against the exact engines, fast mode against the sketch: one row per case and mode."""
+    """Compares slow mode with the exact engines, and fast mode with the sketch: one row per case and mode."""
     for case in (on(case, device) for case in cases):
         for mode in modes:
             fast_mode = mode == "fast"
@@ -86,17 +86,17 @@ def checks(
 
 
 def quick(x: Tensor) -> Tensor:
-    """Some kernels of a few microseconds each."""
+    """A function of some kernels of a few microseconds each."""
     return (x.cumsum(0) * x).sin()
 
 
 def only_block(blocks: Iterator[Tensor]) -> Tensor:
-    (block,) = blocks  # to its end, which releases the graph
+    (block,) = blocks  # exhausts the iterator, which releases the graph
     return block
 
 
 def replays(device: torch.device, rounds: int, budget: float) -> Iterator[dict[str, Any]]:
-    """Columns and rows by replays of a CUDA graph, its capture included, against calls one by one: the same values."""
+    """Compares replays of a CUDA graph, with its capture, with single calls for the same columns and rows."""
     (x,) = (value.detach().to(device).requires_grad_() for value in leaves((1000,)))
     with Problem(quick, (x,)) as problem:
         (output,) = problem.outputs
@@ -120,7 +120,7 @@ def replays(device: torch.device, rounds: int, budget: float) -> Iterator[dict[s
 
 
 def median_seconds(call: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """Of one call on the device: CUDA events around each, after a warm-up."""
+    """The median time of a call on the device, by CUDA events, after a warm-up."""
     call()
     seconds = []
     for _ in range(rounds):
@@ -139,13 +139,13 @@ def median_seconds(call: Callable[[], Any], device: torch.device, rounds: int) -
 
 
 def kernels(device: torch.device, n: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """The bytes that each operator must move, over its time, against a copy of n float64 numbers."""
+    """The bandwidth of each operator (bytes that it must move, by time), relative to a copy of n float64 numbers."""
     generator = torch.Generator().manual_seed(0)
     x, y, z, out = (torch.randn(n, dtype=torch.float64, generator=generator).to(device) for _ in range(4))
     noise = torch.zeros_like(x)
     index = torch.arange(n, device=device)
     side = int(n**0.5)
-    # As in a check that passes.
+    # as in a check that passes
     left, right = (values[: side * side].view(side, side) for values in (x, x + 1e-9 * y))
     rows = torch.stack([x, y, z])
     calls: dict[str, tuple[Callable[[], Any], int]] = {
@@ -201,7 +201,7 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("bench_cuda: no CUDA device here", file=sys.stderr)
         return 2
-    # For both sides: torch's checker fails a convolution that adds in another order the second time.
+    # For both checkers: torch's fails if a convolution adds in another order in the second run.
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     label = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     name = options.name or re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")

@@ -24,7 +24,7 @@ LARGEST_FOR_TORCH = 2_000
 
 
 class Wrong(torch.autograd.Function):
-    """func, whose gradient `change` gets together with grad_output."""
+    """func, with the gradient that `change` makes from the right gradient and grad_output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, func: Callable[[Tensor], Tensor], change: Any) -> Tensor:
@@ -50,7 +50,7 @@ def one_entry(error: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def batch_item(gradient: Tensor, _: Tensor) -> Tensor:
-    """That of the second of ten items, doubled."""
+    """The gradient, with that of the second of ten items doubled."""
     gradient = gradient.clone()
     item = gradient.view(10, -1)[1]
     item *= 2
@@ -63,12 +63,12 @@ def transposed(gradient: Tensor, _: Tensor) -> Tensor:
 
 
 def small_rows(gradient: Tensor, _: Tensor) -> Tensor:
-    """Without those rows of `uneven` that are 1e-3."""
+    """The gradient without the rows of `uneven` that are 1e-3."""
     return gradient * (torch.arange(gradient.numel()) % 2)
 
 
 def weight(x: Tensor) -> Tensor:
-    """A linear layer, x being its weight: a square."""
+    """A linear layer with the square weight x."""
     side = math.isqrt(x.numel())
     data = torch.linspace(-1, 1, 5 * side, dtype=torch.float64).view(5, side)
     return (data @ x.view(side, side).t()).flatten()

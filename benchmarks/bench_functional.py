@@ -59,7 +59,7 @@ CASES = [
 
 
 class Counted(torch.autograd.Function):
-    """The identity, which counts the backwards that reach it first."""
+    """The identity; counts its backward passes."""
 
     calls = 0
 
@@ -81,7 +81,7 @@ def products(case: Case, x: Tensor) -> int:
 
 
 def check_equal(found: Tensor, expected: Tensor) -> None:
-    """Raises where a result, sparse or not, is not torch's; changes `expected`, to spare memory."""
+    """Raises if a result, sparse or not, differs from torch's; overwrites `expected`, to save memory."""
     if found.layout is torch.strided:
         torch.testing.assert_close(found, expected, rtol=0, atol=LARGEST * float(expected.abs().max()))
         return

@@ -59,7 +59,7 @@ makes this table, without jax if it is not installed; torch {torch}, fastgrad {f
 
 
 def outcome(check: Callable[..., bool], func: Callable[..., Any], inputs: tuple[Any, ...], row: Shipped) -> str:
-    """Passes, fails, or raises something else, by the name of the exception."""
+    """The verdict: passes, fails, or the name of another exception."""
     torch.manual_seed(0)
     try:
         return "passes" if check(func, inputs, **row.keywords, raise_exception=False) else "found"
@@ -79,7 +79,7 @@ def measured(row: Shipped) -> Iterable[dict[str, Any]]:
 
 
 def section(result: dict[str, Any]) -> str:
-    """The section of the page, from a result as it was written."""
+    """The section of the page, from a saved result."""
     rows, environment = result["rows"], result["environment"]
     titles = list(dict.fromkeys(row["title"] for row in rows))
     tools = list(dict.fromkeys(row["tool"] for row in rows))
@@ -101,13 +101,13 @@ def section(result: dict[str, Any]) -> str:
 
 
 def kept() -> dict[str, Any]:
-    """The result that was written last."""
+    """The last saved result."""
     result: dict[str, Any] = json.loads((RESULTS / f"{NAME}.json").read_text())
     return result
 
 
 def publish() -> None:
-    """The section of the page from the kept result."""
+    """Writes the section of the page from the saved result."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + section(kept()) + rest.partition(END)[2])
 

@@ -54,7 +54,7 @@ STARTING = 120
 
 
 class TimeUpError(BaseException):
-    """The time limit of a check; not an Exception, so that no checker takes it for func's."""
+    """The time limit of a check; not an Exception, so that no checker treats it as an exception of func."""
 
 
 def time_up(*_: object) -> None:
@@ -81,7 +81,7 @@ def once(call: Callable[[], bool | str], limit: float) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], bool | str], options: argparse.Namespace, limit: float) -> dict[str, Any]:
-    """The same with the median of more calls, where the first passes and leaves time for them."""
+    """As `once`, with the median of more calls if the first call passes and leaves time for them."""
     row = once(call, limit)
     seconds = [row["first_seconds"]]
     if row["verdict"] is True and seconds[0] < options.budget:
@@ -102,9 +102,9 @@ def checked(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def unit_costs(case: Case) -> tuple[float, float, float]:
-    """Seconds of one evaluation without and with a graph, and of one VJP, once warm.
+    """Seconds of one evaluation without and with a graph, and of one VJP, after a warm-up.
 
-    A backward that is evaluated again and again at one point keeps its forward pass, as in the check where it can.
+    A backward that is evaluated repeatedly at one point keeps its forward pass if possible, as in the check.
     """
     func, inputs = checked(case)
 
@@ -208,7 +208,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ended(side: dict[str, Any] | None) -> bool:
-    """Whether a side came to a verdict on the gradient."""
+    """Whether a side reached a verdict on the gradient."""
     return side is not None and (side["verdict"] is True or str(side["verdict"]).startswith("fails"))
 
 
@@ -279,7 +279,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """One point per case: how many times faster, against the entries of its Jacobian; none if torch lacked memory."""
+    """Draws one point per case: the ratio of times by the entries of the Jacobian; none if torch lacked memory."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -315,7 +315,7 @@ def sin_rows(rounds: int, budget: float) -> list[dict[str, Any]]:
         return bool(torch.autograd.gradcheck(torch.sin, x, fast_mode=True))
 
     for title, fast, blind in (("exact", False, False), ("exact, blind", False, True), ("fast", True, False)):
-        # Blind: as if shapes gave no information.
+        # Blind: without guesses from shapes.
         with patch("fastgrad.structure.detection.ProblemPatterns.guess", return_value=None) if blind else nullcontext():
             own = partial(fastgrad.gradcheck, torch.sin, x, fast_mode=fast)
             report = check(torch.sin, x, Settings(fast_mode=fast))
@@ -374,7 +374,7 @@ def main() -> None:
             rows.append(measure(name, options))
             print(line(rows[-1]), flush=True)
             summary = summarize(rows)
-            write(result, summary, rows)  # after each: all of them take hours
+            write(result, summary, rows)  # after each case, because all cases take hours
     for key, value in summary.items():
         print(f"{key:40s} {value}")
     draw(rows, RESULTS / f"{result}.png")

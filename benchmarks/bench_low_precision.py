@@ -56,11 +56,11 @@ LARGEST = 20_000
 
 
 class OutOfTimeError(BaseException):
-    """A sample took too long."""
+    """The time limit of a sample was reached."""
 
 
 def sample_cases(op: Any, dtype: torch.dtype, numbers: range) -> Iterator[tuple[str, Any, Any, tuple[Tensor, ...]]]:
-    """Name, function, reference and inputs of the samples that are held out, by their number after the first usable."""
+    """Name, function, reference and inputs of held-out samples; numbers count the usable samples."""
     for number in numbers:
         torch.manual_seed(zlib.crc32(f"{op.formatted_name} {number}".encode()) % 2**31)
         random.seed(number)
@@ -160,7 +160,7 @@ def scaled_is_found(comparison: Comparison) -> float | None:
     for one in comparison.common_errors():
         if one.entries >= 20 and one.allowed < 1:
             results.append(abs(one.error + 0.01 * (1 + one.error)) > one.allowed)
-    return statistics.mean(results) if results else None  # an error of all entries alike is alike for each grad_output
+    return statistics.mean(results) if results else None  # a common error is the same for each grad_output
 
 
 def other_rules(comparison: Comparison, dtype: str) -> dict[str, bool]:

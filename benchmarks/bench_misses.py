@@ -25,14 +25,14 @@ RATIOS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 
 
 def single(count: int, generator: torch.Generator) -> Tensor:
-    """One wrong entry."""
+    """A matrix with one wrong entry."""
     return torch.nn.functional.one_hot(torch.randint(SIZE * SIZE, (count,), generator=generator), SIZE * SIZE).view(
         count, SIZE, SIZE
     )
 
 
 def pair_in_a_row(count: int, generator: torch.Generator) -> Tensor:
-    """Two that cancel each other in a row."""
+    """A matrix with two wrong entries that cancel each other in a row."""
     order = torch.rand(count, SIZE, generator=generator).argsort(1)
     first, second = (torch.nn.functional.one_hot(order[:, k], SIZE) for k in (0, 1))
     rows = torch.nn.functional.one_hot(torch.randint(SIZE, (count,), generator=generator), SIZE)
@@ -40,17 +40,17 @@ def pair_in_a_row(count: int, generator: torch.Generator) -> Tensor:
 
 
 def pair_in_a_column(count: int, generator: torch.Generator) -> Tensor:
-    """Two that cancel each other in a column."""
+    """A matrix with two wrong entries that cancel each other in a column."""
     return pair_in_a_row(count, generator).transpose(1, 2)
 
 
 def dense(count: int, generator: torch.Generator) -> Tensor:
-    """All entries, of one size and random signs."""
+    """A matrix of entries of one size and random signs."""
     return torch.randn(count, SIZE, SIZE, generator=generator).sign()
 
 
 def low_rank(count: int, generator: torch.Generator) -> Tensor:
-    """The outer product of two random vectors, its largest entry being 1."""
+    """The outer product of two random vectors, with 1 as its largest entry."""
     left, right = torch.randn(2, count, SIZE, generator=generator)
     matrices = left.unsqueeze(2) * right.unsqueeze(1)
     return matrices / matrices.abs().amax((1, 2), keepdim=True)
@@ -66,7 +66,7 @@ KINDS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
 
 
 def misses(kind: str, trials: int, count: int) -> list[int]:
-    """For each of RATIOS, how many error matrices no pair of `count` cotangents and directions shows."""
+    """For each of RATIOS, how many error matrices all pairs of `count` cotangents and directions miss."""
     found = [0] * len(RATIOS)
     generator = torch.Generator().manual_seed(5)
     for batch in range(trials // BATCH):

@@ -42,7 +42,7 @@ def calls_of(op: Any, kind: str, fast_mode: bool, nondet_tol: float) -> list[dic
 
 
 def verdict(checker: Checker, case: Case, calls: list[dict[str, Any]]) -> bool | str:
-    """Whether all calls pass, or the name of what was raised."""
+    """Whether all calls pass, or the name of the exception."""
     try:
         return all(checker(case.func, case.inputs, **keywords) for keywords in calls)
     except GradcheckError:
@@ -74,14 +74,14 @@ def row_of(case: Case, op: Any, kind: str, options: argparse.Namespace) -> dict[
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[Any, Case]]:
-    """Operators with samples of theirs."""
+    """The operators with their samples."""
     for op in islice(operators(torch.float64), options.first, None, options.every):
         for case in operator_cases(op, torch.float64, options.limit):
             yield op, case
 
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Geometric means of torch / fastgrad: of all, by size, and the samples below 0.8."""
+    """Geometric means of torch's time divided by fastgrad's, of all samples and by size; and the samples below 0.8."""
     found: dict[str, Any] = {"cases": len(rows), "geometric mean": geometric_mean(row["ratio"] for row in rows)}
     found["ratio of totals"] = sum(row["baseline"] for row in rows) / sum(row["candidate"] for row in rows)
     for title, low, high in BUCKETS:

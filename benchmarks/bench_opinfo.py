@@ -1,6 +1,7 @@
 """Times checks against torch's over torch's own operator samples: slow mode, or both fast modes.
 
-Both sides in one process, verdicts compared before anything is timed, medians of paired rounds.
+Both checkers run in one process. Their verdicts are compared before they are timed. Times are medians of paired
+rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BUCKETS = (("n m < 1e2", 0, 1e2), ("1e2 <= n m < 1e4", 1e2, 1e4), ("n m >= 1e4",
 
 
 def passes(checker: Any, case: Case, fast_mode: bool) -> bool | str:
-    """The verdict, or the name of what was raised."""
+    """The verdict, or the name of the exception."""
     try:
         return bool(checker(case.func, case.inputs, nondet_tol=case.nondet_tol, fast_mode=fast_mode))
     except GradcheckError:
@@ -43,7 +44,7 @@ def second_order(case: Case) -> Case:
 
 
 def measure(case: Case, fast_mode: bool, rounds: int, budget: float, longest: float) -> dict[str, Any] | str:
-    """One row, or why there is none."""
+    """A row of the result, or the reason why there is none."""
     if entries(case) > MOST_ENTRIES:
         return f"more than {MOST_ENTRIES} entries"
     torchs = partial(passes, torch.autograd.gradcheck, case, fast_mode)
@@ -60,7 +61,7 @@ def measure(case: Case, fast_mode: bool, rounds: int, budget: float, longest: fl
 
 
 def draw(rows: list[dict[str, Any]], path: Path, mode: str) -> None:
-    """One point per sample: how many times faster, against the entries of its Jacobian."""
+    """Draws one point per sample: the ratio of times by the entries of the Jacobian."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -76,7 +77,7 @@ def draw(rows: list[dict[str, Any]], path: Path, mode: str) -> None:
 
 
 def redraw(name: str) -> None:
-    """Draws a kept result again."""
+    """Draws a saved result again."""
     result = json.loads((RESULTS / f"{name}.json").read_text())
     draw(result["rows"], RESULTS / f"{name}.png", result["summary"].get("mode", "slow"))
 

@@ -1,10 +1,10 @@
 """A check whose func is costly, on one rank and on two: seconds, and the part that more ranks do not reduce.
 
-    python -m benchmarks.bench_sharded                  3000 x 3000, 10 ms a call, two ranks; some ten minutes
+    python -m benchmarks.bench_sharded                  3000 x 3000, 10 ms a call, two ranks; ten minutes
     python -m benchmarks.bench_sharded --size 300       seconds
 
-Both alternate, and the best of each counts. Reports must be equal. By CPU time: that of the busiest rank, which is what
-a machine with a core for each rank would take where other processes are in the way here.
+The two run in turn, and the shortest time of each counts. Reports must be equal. The CPU time is that of the busiest
+rank: on a machine with an idle core for each rank, the check would take this time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Flow(torch.autograd.Function):
 
 
 def take_part(out: Path, size: int, steps: int, engine: str) -> None:
-    """One rank."""
+    """Runs one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     numbers = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def take_part(out: Path, size: int, steps: int, engine: str) -> None:
 
 
 def run(ranks: int, size: int, steps: int, engine: str) -> dict[str, Any]:
-    """What rank 0 measures."""
+    """The result that rank 0 measures."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -88,7 +88,7 @@ def run(ranks: int, size: int, steps: int, engine: str) -> dict[str, Any]:
 
 
 def steps_for(size: int, seconds: float) -> int:
-    """Steps that take this many seconds on this machine when nothing else runs: the least of some calls."""
+    """The number of steps that take this many seconds on an idle machine, from the shortest of some calls."""
     x, transform, best = torch.ones(size, dtype=torch.float64), np.ones(size // 2 + 1), float("inf")
     for _ in range(20):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The one grid of cases that benchmarks and parity tests share: torch's own operator samples, and large ones."""
+"""The cases that benchmarks and parity tests share: torch's own operator samples, and large operators."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _moved(leaf: Any, device: str) -> Any:
 
 
 def _recomposed(op: Any, leaves: list[Any], sample: Any, positions: list[int]) -> Callable[..., Any]:
-    # Takes as little time per call as in torch's tests: arguments that hold no input are made once.
+    # To take as little time per call as torch's tests, arguments that contain no input are made once.
     given: list[Any] = []
     replaced: list[tuple[int, Callable[[tuple[torch.Tensor, ...]], Any]]] = []
     first = 0
@@ -138,7 +138,7 @@ Factory = Callable[[], Case]
 
 
 def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """Normal random numbers, the same ones every time."""
+    """Normal random numbers, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes)
 
@@ -157,7 +157,7 @@ def _twice(factory: Factory) -> Factory:
 
 
 def _apart(func: Callable[..., Any], *shape: int) -> Factory:
-    """On elements no two of which are close: a maximum has a kink where two are equal."""
+    """A case with elements that are far apart, because a maximum has a kink at equal elements."""
 
     def make() -> Case:
         values = torch.randperm(torch.Size(shape).numel(), generator=torch.Generator().manual_seed(0))
@@ -167,7 +167,7 @@ def _apart(func: Callable[..., Any], *shape: int) -> Factory:
 
 
 def _indexed(func: Callable[..., Any], high: int, shape: tuple[int, ...], *shapes: tuple[int, ...]) -> Factory:
-    """func(index, *inputs), with an index of a shape below high."""
+    """A case func(index, *inputs), with an index of the given shape and values below high."""
 
     def make() -> Case:
         index = torch.randint(high, shape, generator=torch.Generator().manual_seed(0))
@@ -177,7 +177,7 @@ def _indexed(func: Callable[..., Any], high: int, shape: tuple[int, ...], *shape
 
 
 class Convolution(torch.autograd.Function):
-    """A user's own convolution: it cannot be differentiated twice."""
+    """A convolution as users write it, which cannot be differentiated twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def _definite(x: Tensor) -> Tensor:
 
 
 def _svd(x: Tensor) -> tuple[Tensor, ...]:
-    """Of a matrix with singular values well apart."""
+    """The SVD of a matrix whose singular values are far apart."""
     rows, columns = x.shape[-2:]
     apart = torch.diag(4.0 * torch.arange(1, columns + 1, dtype=x.dtype))
     return tuple(torch.linalg.svd(x + F.pad(apart, (0, 0, 0, rows - columns)), full_matrices=False))
@@ -215,7 +215,7 @@ def _with_loss(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scatter() -> Case:
-    # Each place once: which of several values stays is not defined.
+    # Each place once, because it is not defined which of several values is kept.
     index = leaves((128, 32))[0].argsort(0)[:64]
     return Case("", lambda x, y: x.scatter(0, index, y), leaves((128, 64), (64, 32)))
 

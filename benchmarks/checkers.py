@@ -47,7 +47,7 @@ class Problem:
 
 
 def problem(func: Function, x: Tensor, structure: Callable[[], Any] | None = None) -> Problem:
-    """A function with the gradient that torch, or jax, derives."""
+    """A function with the gradient that torch or jax derives."""
 
     @cache
     def compiled() -> Callable[[Any], Any]:
@@ -78,7 +78,7 @@ class Counts:
 
 
 def counted(problem: Problem) -> tuple[Problem, Counts]:
-    """The problem, whose functions count their calls; jax's is not compiled, or it would count itself once."""
+    """The problem, with functions that count their calls. jax's function is not compiled, to count each call."""
     counts = Counts()
 
     def counting() -> Callable[[Any], Any]:
@@ -104,7 +104,7 @@ def counted(problem: Problem) -> tuple[Problem, Counts]:
 
 
 def real(problem: Problem) -> Problem:
-    """The problem in real coordinates, for tools that know no others."""
+    """The problem in real coordinates, for tools that support no complex numbers."""
     if not problem.x.is_complex():
         return problem
 
@@ -214,7 +214,7 @@ class Checker:
     every: bool = True
 
     def serves(self, problem: Problem) -> bool:
-        """Whether this problem is one for this tool."""
+        """Whether this tool can check this problem."""
         return all(getattr(problem, name) is not None for name in self.needs)
 
 

@@ -138,7 +138,7 @@ def _width(name: str) -> int:
 
 
 def short(name: str) -> str:
-    """A kernel's name without namespaces, or the functor's where it is one."""
+    """The name of a kernel's functor or, if it has none, of the kernel, without namespaces."""
     name = re.sub(r"fastgrad::|cuda::|\(anonymous namespace\)::", "", name)
     functor = re.search(r"(?:elementwise|components)_kernel<(\w+(?:<[\w ]+>)?)", name)
     return functor[1] if functor else re.sub(r"^void |\(.*", "", name)
@@ -183,9 +183,10 @@ def table(result: dict[str, Any]) -> str:
         f"Kernels for `float64`, as {result['compiler']} compiles them for sm_90 "
         "(`python -m benchmarks.cuda_registers`). "
         f"The {len(result['rows'])} kernels, including those for lower dtypes, spill {spilled} bytes of registers in "
-        "all. The instructions of the inner loop are counted per element, on all its paths; those in float64 also "
-        "separately. Bytes are the memory traffic per element. The last two columns are bandwidths relative to that "
-        "of a copy: predicted from the number of instructions, without latencies, and measured on an H200 "
+        "all. The instructions of the inner loop are counted per element, on all its paths. The instructions in "
+        "float64 are also counted separately. Bytes are the memory traffic per element. The last two columns are "
+        "bandwidths relative to that of a copy: predicted from the number of instructions, without latencies, and "
+        "measured on an H200 "
         "(`benchmarks/results/nvidia-h200.json`)."
     )
     measured = {row["kernel"]: row["of_copy"] for row in json.loads(ON_A_DEVICE.read_text())["rows"] if "kernel" in row}

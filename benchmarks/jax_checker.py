@@ -29,7 +29,7 @@ def gradcheck(func: Func, inputs: Sequence[Any], *, check_forward_ad: bool = Fal
 
 
 def gradgradcheck(func: Func, inputs: Sequence[Any], **_: Any) -> bool:
-    """Of first and second derivatives, as jax checks the order 2."""
+    """Checks first and second derivatives, as jax does for order 2."""
     return _passes(func, inputs, 2, "rev")
 
 
@@ -46,7 +46,7 @@ def _passes(func: Func, inputs: Sequence[Any], order: int, mode: str) -> bool:
 
 
 class _Plain:
-    """func as one of the inputs that require grad, with the outputs that do."""
+    """func as a function from the inputs that require grad to the outputs that require grad."""
 
     def __init__(self, func: Func, inputs: Sequence[Any]) -> None:
         self._func, self._inputs = func, tuple(inputs)
@@ -67,7 +67,7 @@ class _Plain:
         return [_array(value) for value in self(*_leaves(arrays))]
 
     def with_vjp(self, order: int) -> Func:
-        """A jax function; its vjp has one of its own if the order is above 1."""
+        """Makes a jax function of func; if the order is above 1, its vjp can be differentiated."""
 
         @jax.custom_vjp
         def wrapped(*arrays: Any) -> Any:
@@ -95,7 +95,7 @@ class _Plain:
         return [_array(torch.zeros_like(leaf) if gradient is None else gradient) for gradient, leaf in pairs]
 
     def _differentiable(self, order: int) -> Func:
-        """The backward as a jax function of inputs and grad_outputs, with gradients of its own."""
+        """The backward as a differentiable jax function of inputs and grad_outputs."""
         count = len(self.checked)
 
         def backward(*arguments: Tensor) -> tuple[Tensor, ...]:

@@ -35,7 +35,7 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """How many times faster the candidate is, median over median."""
+        """The ratio of the medians: how many times as fast the candidate is."""
         return self.baseline / self.candidate
 
 
@@ -76,7 +76,7 @@ class PeakMemory:
     mib = 0.0
 
     def __enter__(self) -> PeakMemory:
-        """Forgets the peak so far."""
+        """Resets the peak."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # free memory within the heap would hide growth
         self._before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -91,7 +91,7 @@ class PeakMemory:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """The exponential of the mean logarithm; NaN of nothing."""
+    """The geometric mean; NaN if there are no values."""
     logs = [math.log(value) for value in values]
     return math.exp(statistics.fmean(logs)) if logs else math.nan
 

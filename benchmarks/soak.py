@@ -53,7 +53,7 @@ def fail(check: Callable[[], Any], error: type[Exception]) -> None:
 
 
 def raising_later(call: int) -> Callable[[Tensor], Tensor]:
-    """The sine, but an ArithmeticError from the given call on."""
+    """The sine; raises an ArithmeticError from the given call on."""
     calls = iter(range(call))
 
     def func(x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ MIX: dict[str, Callable[[], Any]] = {
 
 
 def resident() -> float:
-    """MiB of this process that are in use (Linux, glibc)."""
+    """Memory of this process in use, in MiB (Linux, glibc)."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # free memory within the heap would hide growth
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -24,7 +24,7 @@ Backward = Callable[[Namespace, Vjp, Any, Any], Any]
 
 
 class Planted(Wrong):
-    """func, whose backward has the right one at hand: the change of a Wrong is a Backward."""
+    """func with a wrong backward that can call the right VJP."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -52,7 +52,7 @@ def _matmul(xp: Namespace, x: Any) -> Any:
 
 
 def _bias(xp: Namespace, x: Any) -> Any:
-    """The first SIDE coordinates are added to each row of the others."""
+    """Adds the first SIDE coordinates to each row of the others."""
     return (x[SIDE:].reshape(-1, SIDE) + x[:SIDE]).reshape(-1)
 
 
@@ -212,7 +212,7 @@ def _hilbert() -> Tensor:
 
 
 def _quiet() -> Tensor:
-    """One small element among large ones."""
+    """A point with one small element among large ones."""
     x = _between(1e3, 2e3)
     x[50] = 1e-3
     return x

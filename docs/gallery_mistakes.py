@@ -1,4 +1,4 @@
-"""Twenty-four mistakes as people make them, for the gallery."""
+"""Twenty-four typical mistakes, for the gallery."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WrongSign(torch.autograd.Function):
 
 
 class MissingConjugate(torch.autograd.Function):
-    """A complex product: right for real tensors, and for those only."""
+    """A complex product: right only for real tensors."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, w: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class MissingConjugate(torch.autograd.Function):
 
 
 class Transposed(torch.autograd.Function):
-    """A linear layer with a square weight: x^T g instead of g^T x, which shapes do not show."""
+    """A linear layer with a square weight: x^T g instead of g^T x, which has the same shape."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Transposed(torch.autograd.Function):
 
 
 class MeanForSum(torch.autograd.Function):
-    """A bias: its gradient is averaged over the batch, where it must be summed."""
+    """A bias: its gradient is averaged over the batch, but must be summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class LostBorder(torch.autograd.Function):
 
 
 class Overwritten(torch.autograd.Function):
-    """tanh: to save memory, backward works in the tensor that forward kept."""
+    """tanh: to save memory, backward overwrites the tensor that forward kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class SwappedGradients(torch.autograd.Function):
 
 
 class NotFlipped(torch.autograd.Function):
-    """A convolution: its backward convolves with the kernel as it is, where the kernel must be flipped."""
+    """A convolution: its backward convolves with the kernel without flipping it."""
 
     @staticmethod
     def forward(ctx: Any, signal: Tensor, kernel: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class WithoutWeight(torch.autograd.Function):
 
 
 class KeptOnce(torch.autograd.Function):
-    """A lookup: rows that are looked up twice keep one of their gradients."""
+    """A lookup: a row that is looked up twice keeps only one of its gradients."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class KeptOnce(torch.autograd.Function):
 
 
 class OneTriangle(torch.autograd.Function):
-    """A quadratic form: the gradient of the matrix has its lower triangle only."""
+    """A quadratic form: only the lower triangle of the matrix's gradient is returned."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, x: Tensor) -> Tensor:
@@ -257,12 +257,12 @@ class OneTriangle(torch.autograd.Function):
 
 
 def constant_statistics(x: Tensor) -> Tensor:
-    """Rows are divided by their norm, and the norm is taken for a constant."""
+    """Rows are divided by their norm, and the norm is treated as a constant."""
     return x / x.detach().norm(dim=1, keepdim=True)
 
 
 class WrongCount(torch.autograd.Function):
-    """The mean of the selected elements: backward divides by the number of all."""
+    """The mean of the selected elements: backward divides by the number of all elements."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class WrongCount(torch.autograd.Function):
 
 
 class LostResidual(torch.autograd.Function):
-    """A residual connection, x + tanh(x): backward has the second term only."""
+    """A residual connection, x + tanh(x): backward has only the second term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ class LostResidual(torch.autograd.Function):
 
 
 class DrawnAgain(torch.autograd.Function):
-    """Dropout: the mask of backward is drawn anew."""
+    """Dropout: backward draws a new mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The costs of all tests, and what is skipped on plain Python.
 
-With FASTGRAD_NATIVE=0 the suite runs on plain Python: what is about the compiled module is skipped, by name.
+With FASTGRAD_NATIVE=0 the suite runs on plain Python. Tests of the compiled module are skipped by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OF_THE_COMPILED_MODULE = {
 
 @pytest.fixture(autouse=True)
 def costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vectorized rows however long an evaluation takes: the numbers of VJPs depend on it."""
+    """Vectorizes rows for any time of an evaluation, because the numbers of VJPs depend on it."""
     set_costs(monkeypatch, vectorized_seconds=math.inf)
 
 

@@ -1,4 +1,4 @@
-"""Another cost model while a test runs."""
+"""Replaces the cost model while a test runs."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from fastgrad.engines import cost_model
 
 
 def set_costs(monkeypatch: pytest.MonkeyPatch, **costs: float) -> None:
-    """Replaces costs by their names, so that what is chosen does not depend on the machine."""
+    """Replaces the named costs, so that the choices do not depend on the machine."""
     monkeypatch.setattr(cost_model, "COSTS", replace(cost_model.COSTS, **costs))  # type: ignore[arg-type]

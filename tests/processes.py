@@ -1,7 +1,7 @@
-"""Processes of their own that begin with torch imported, which takes most of the time of a short one.
+"""New processes in which torch is already imported, because this takes most of the time of a short process.
 
-They are forked from a server that has imported it, and nothing of fastgrad unless it is asked to. With `python -c` in
-place of `run` a test says the same.
+They are forked from a server that has imported torch and, by default, nothing of fastgrad. A test gives the same result
+with `python -c` in place of `run`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ROOT = Path(__file__).parents[1]
 
 
 class _Server:
-    """Forks processes; it ends when this process does, and closes its standard input."""
+    """A server that forks processes; it ends when this process closes the server's standard input."""
 
     def __init__(self, imported: str) -> None:
         command = [sys.executable, "-m", "tests.processes", imported]
         self._server = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, request: dict[str, Any]) -> int | None:
-        """The number of a new process, or what one has returned."""
+        """Sends a request; returns the id of a new process, or the exit code of a process."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         print(json.dumps(request), file=self._server.stdin, flush=True)
@@ -46,7 +46,7 @@ class Process:
     Attributes
     ----------
     returncode
-        What it returned; None before it ended, and was waited for.
+        Its exit code; None until it has ended and was waited for.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Process:
         return self.returncode
 
     def kill(self) -> None:
-        """Ends it, if it has not ended."""
+        """Ends the process if it is running."""
         if self.poll() is None:
             assert self._number is not None
             os.kill(self._number, signal.SIGKILL)
@@ -80,7 +80,7 @@ class Process:
 
 
 def run(code: str, imported: str = "torch", **variables: str) -> subprocess.CompletedProcess[str]:
-    """What a process says that runs code, with these environment variables in addition."""
+    """The result and output of a process that runs code, with these environment variables in addition."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         process = Process(code, variables, imported, str(out), str(err))

@@ -133,7 +133,7 @@ def _with_every_entry(report: Report, dense: Callable[[], Report]) -> Report | N
         return None
     if exact.failure is None or exact.failure.kind != "mismatch" or exact.plan is None or report.plan is None:
         return None
-    plan = replace(exact.plan, reason=f"{report.plan.reason}; after a failure, every entry")
+    plan = replace(exact.plan, reason=f"{report.plan.reason}; after a failure, every entry was compared")
     return replace(exact, settings=report.settings, plan=plan)
 
 

@@ -105,7 +105,7 @@ def _causes(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
         )
         return [_cause("reduction missing between ranks", text)]
     if _same(found, own) and not _same(found, numerical) and not (partial or alike):
-        text = "each rank has only the part of its own results: in backward the sum over ranks is missing"
+        text = "each rank has only the contribution of its own results: the sum over ranks is missing in backward"
         return [_cause("reduction missing between ranks", text)]
     if partial and _same(found, numerical):
         text = (
@@ -130,8 +130,10 @@ def _of_some_ranks(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
             for rank in wrong
         ]
         if wrong and min(others) >= 0:
-            pairs = ", ".join(f"rank {rank} has that of rank {k}" for rank, k in zip(wrong, others, strict=True))
-            return [_cause("wrong shard", f"gradients belong to other parts of the tensor: {pairs}")]
+            pairs = ", ".join(
+                f"rank {rank} has the gradient of rank {k}" for rank, k in zip(wrong, others, strict=True)
+            )
+            return [_cause("wrong shard", f"ranks have the gradients of other parts of the tensor: {pairs}")]
     if not isinstance(space.gradient, Partial) and 0 < len(wrong) < len(sampled):
         ranks = ", ".join(map(str, wrong))
         return [_cause("one rank", f"the gradient is wrong on rank {ranks} only: the other ranks have the right one")]

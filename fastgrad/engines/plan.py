@@ -250,7 +250,7 @@ def _entries_worth(n: int, m: int, cost: float) -> int:
 
 
 def admitted_entries(settings: Settings, most: int) -> int:
-    """Number of entries of a sparse matrix, out of `most`, that memory admits."""
+    """Number of entries of a sparse matrix, out of `most`, for which memory suffices."""
     return _memory_limit(settings, cost_model.COSTS.entry_bytes * most) // cost_model.COSTS.entry_bytes
 
 
@@ -321,7 +321,7 @@ def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
         plan,
         columns_per_pass=columns,
         memory=8 * (columns * problem.m + min(plan.rows_per_block, problem.m) * problem.n),
-        reason=f"{plan.reason}; out of memory: {columns} of {problem.n} columns at a time, one by one",
+        reason=f"{plan.reason}; out of memory: {columns} of {problem.n} columns at a time, by single calls",
         batch=None,
         replayed=False,
         rows_replayed=False,
@@ -390,7 +390,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
         return None, False, ""
     reason = executor.obstacle(problem)
     if reason is not None:
-        return None, False, f"; {reason}: evaluations one by one"
+        return None, False, f"; single evaluations: {reason}"
     from fastgrad.engines import cuda_graph, vmapped  # imported here to keep `import fastgrad` fast
 
     eps, record_graph = settings.eps, look.record_graph

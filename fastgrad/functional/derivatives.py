@@ -357,7 +357,9 @@ def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
             rows = torch.empty(count, size, dtype=torch.float64, device=output.device)
             match = native.vjp_rows(graph, o, natives, first, False, rows, rows[:0], 1.0)
             if not match.sizes:
-                raise RuntimeError(f"The backward of output {o} returned a gradient of another size than the input.")
+                raise RuntimeError(
+                    f"The backward of output {o} returned a gradient whose size is not that of the input."
+                )
             parts, start = [], 0
             for value in inputs:
                 width = 2 if value.is_complex() else 1

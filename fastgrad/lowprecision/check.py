@@ -148,7 +148,7 @@ class LowerCheck:
             except IncomparableError as error:
                 if self._settings.reference is not None:
                     raise ValueError(f"The reference cannot be used: {error}.") from error.__cause__
-                said = f"compared with differences, as there is no reference in double precision: {error}"
+                said = f"compared with differences, because there is no reference in double precision: {error}"
                 self._outcome.notes.append(said)
                 if problem.n and problem.m:
                     judge_by_differences(problem, self._settings.seed, self._outcome)

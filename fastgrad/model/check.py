@@ -218,7 +218,7 @@ def _with_suspect(finding: Finding, operations: list[Operation]) -> Finding:
 
 def _remarks(recorder: Recorder, step: Step) -> list[str]:
     remarks = [
-        f"{name} is a Function of torch that calls others: only the end-to-end test covers it"
+        f"{name} is a Function of torch that runs other operations: only the end-to-end test covers it"
         for name in recorder.foreign
     ]
     if step.unscaled:

@@ -47,7 +47,7 @@ FEWER = 8
 ON_FEWER_ROWS = "v^T J u agrees for all rows; only the first rows were checked in full"
 """The text for such an operation in the table."""
 
-AT_KINK = "at its inputs, differences do not agree, as at a kink or a jump; checked next to its inputs"
+AT_KINK = "differences at its inputs do not agree, as at a kink or a jump, so it was checked next to its inputs"
 """The text for an operation that was checked at moved inputs."""
 
 

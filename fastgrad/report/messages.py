@@ -380,7 +380,7 @@ _PHRASES: dict[FailureKind, str] = {
     + _UNDEFINED_NOTE,
     "undefined grad not zero": "Expected all input grads to be undefined or zero when all output grads are undefined "
     "or zero, but the gradient of {input} is not. " + _UNDEFINED_NOTE,
-    "tangent dtype": "Forward AD gradient has dtype mismatch: only one of the tangent and its output is complex.",
+    "tangent dtype": "Forward AD gradient has dtype mismatch: either the tangent or its output is complex, not both.",
     "modified tangent": "Mismatch in tangent values of {input} before and after a call of the jvp. Other operators "
     "that use this tangent get wrong values.",
     "undefined tangent": "Mismatch in tangent values for output with index: {number} when the tangent of {input} is "

@@ -290,7 +290,7 @@ class ProblemPatterns(Detection):
     def _has_room(self, entries: int) -> bool:
         paying, admitted = self._budget.paying_entries, self._budget.admitted_entries
         if admitted < entries <= paying:
-            obstacle = f"memory admits {admitted} entries of a sparse Jacobian that may have {entries}"
+            obstacle = f"memory allows {admitted} entries of a sparse Jacobian that may have {entries}"
             self._look.obstacles.append(obstacle)
         return super()._has_room(entries)
 

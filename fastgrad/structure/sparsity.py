@@ -215,7 +215,9 @@ def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], react
         return None
     places = np.minimum(np.searchsorted(ascending, results), values.size - 1)
     known = ascending[places] == results
-    return Pattern(starts_of(known), order[places[known]], values.size, "guessed from values that are only moved")
+    return Pattern(
+        starts_of(known), order[places[known]], values.size, "guessed from equal values: elements are only moved"
+    )
 
 
 def guess_band(respond: Callable[[Mask], Mask], m: int, n: int, is_symmetric: bool) -> Pattern | None:

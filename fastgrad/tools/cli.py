@@ -145,7 +145,7 @@ def _add_what_to_check(parser: argparse.ArgumentParser) -> None:
         "--wrt",
         choices=("inputs", "parameters", "both"),
         default="both",
-        help="derivatives to check (default: both; for a function, those of its inputs)",
+        help="which gradients of a module to check (default: both); a function has only inputs",
     )
     parser.add_argument("--masked", action="store_true", help="perturb only the specified elements of sparse inputs")
     parser.add_argument(

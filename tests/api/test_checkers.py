@@ -1,4 +1,4 @@
-"""Keywords: torch's, ours, and those that are refused by name."""
+"""Keywords: those of torch, those of fastgrad, and those that are rejected by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_signatures_are_torchs_and_our_eight(name: str) -> None:
     ours = {"engine", "seed", "confidence", "memory_limit", "progress", "reference", "reference_device", "precision"}
     assert set(own) - set(torchs) == {*ours, "positional", "check_sparse_nnz"}  # and two older spellings
     for parameter in torchs.values():
-        # None, not False: "not given", where check_sparse_nnz may stand for it.
+        # None, not False: None means "not given", because check_sparse_nnz may be given instead.
         assert own[parameter.name].default == (None if parameter.name == "masked" else parameter.default)
         assert own[parameter.name].kind == parameter.kind
 
@@ -285,7 +285,7 @@ def test_nondet_tol_is_allowed_for_multiples_of_a_grad_output(
 
 @pytest.mark.parametrize("fast_mode", [False, True])
 def test_nondet_tol_excuses_no_dependence_of_results_without_gradients(fast_mode: bool) -> None:
-    """Torch slow mode's rule: the numerical derivative is zero, whatever nondet_tol is."""
+    """The rule of torch's slow mode: the numerical derivative must be zero for every nondet_tol."""
     many = torch.linspace(-1, 1, 30, dtype=torch.float64).requires_grad_()
 
     def verdicts(func: Any, nondet_tol: float) -> set[bool]:
@@ -310,7 +310,7 @@ def test_what_was_given_before_excuses_nothing() -> None:
     atol = torch.tensor(1.0)
     wrong = lambda x: x + 0.5 * x.detach()  # noqa: E731
     assert fastgrad.gradcheck(wrong, (x(),), atol=atol)
-    atol.fill_(1e-5)  # the same tensor, another number
+    atol.fill_(1e-5)  # the same tensor, with another value
     assert not fastgrad.gradcheck(wrong, (x(),), atol=atol, raise_exception=False)
 
 

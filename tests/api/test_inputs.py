@@ -68,7 +68,7 @@ def off(x: Tensor, factor: float = 1.0, constant: float = 0.0) -> Tensor:
 
 
 def failing_names(report: Report) -> tuple[str, str]:
-    """The output and the input of the failure; the message has them in its worst line and where it says where."""
+    """The output and the input of the failure; the message has them in the lines "worst" and "where"."""
     failure = report.failure
     assert failure is not None
     assert failure.output_position is not None
@@ -154,7 +154,7 @@ def test_keyword_arguments_are_checked_and_named() -> None:
     assert report.input_names == ("inputs[0]", 'kwargs["scale"]', 'kwargs["extra"]["shift"][0]')
     report = fastgrad.check(func, x, kwargs={**kwargs, "wrong": True})
     assert failing_names(report) == ("result", 'kwargs["scale"]')
-    # Where nothing else requires grad, keyword arguments do.
+    # Only keyword arguments require grad.
     assert fastgrad.check(func, x.detach(), kwargs=kwargs).input_names == report.input_names[1:]
 
 
@@ -266,7 +266,7 @@ def test_planted_errors_in_the_inputs_of_a_module_are_none_of_its_parameters() -
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_batch_norm_in_training_mode_with_a_planted_error(seen: bool) -> None:
-    """Its running statistics move past their version counters, and its backward wants them as the forward left them."""
+    """The running statistics change without their version counters; backward needs them as forward left them."""
     module = nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(3, dtype=torch.float64), last=Scaled(1.5 if seen else 1.0)))
     before = [buffer.clone() for buffer in module.buffers()]
     report = fastgrad.check(module, leaf(5, 3))
@@ -277,7 +277,7 @@ def test_batch_norm_in_training_mode_with_a_planted_error(seen: bool) -> None:
 
 
 class Scaled(nn.Module):
-    """x * factor, the gradient of factor being `wrong` times what it is."""
+    """x * factor; the gradient of factor is `wrong` times the right one."""
 
     def __init__(self, wrong: float = 1.0) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ def test_only_buffers_that_change_are_written() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.table
 
-    module = Watched()  # one element of its storage stands for three: nothing can be copied into it
+    module = Watched()  # three elements share one place in memory: nothing can be copied into it
     with pytest.raises(RuntimeError, match="single memory location"):
         module.table.data.copy_(module.table.clone())
     assert fastgrad.check(module, leaf(3, 4)).passed
@@ -377,7 +377,7 @@ def test_second_derivatives_of_a_module() -> None:
             return {"y": Cube.apply(x * self.weight)}
 
     wrong = fastgrad.check(Cubed(), leaf(3, 2), order=2)
-    # The gradient of what func does not use does not exist.
+    # An input that func does not use has no gradient.
     assert wrong.output_names == ("grad(inputs[0])", "grad(module.weight)")
     assert failing_names(wrong) == ("grad(inputs[0])", "inputs[0]")
     assert "fastgrad.check(..., order=2, eps=1e-06, " in failure_message(wrong)
@@ -404,7 +404,7 @@ def test_given_grad_outputs_may_be_nested() -> None:
     report = fastgrad.check(module, batch, order=2, grad_outputs=grads)
     assert report.passed
     assert report.input_names == (*NAMES, 'grad_outputs["loss"]', 'grad_outputs["rows"]')
-    assert report.n == 24 + 1  # the rows' does not require grad
+    assert report.n == 24 + 1  # the gradient of the rows does not require grad
     flat = fastgrad.check(module, batch, order=2, grad_outputs=list(grads.values()), eps=[1e-6] * 5 + [1e-5])
     assert flat.input_names[-2:] == ("grad_outputs[0]", "grad_outputs[1]")
     assert flat.settings.inputs[-1].eps == 1e-5
@@ -453,7 +453,7 @@ def test_recurrent_modules_hold_their_own_parameters_again() -> None:
     assert report.passed
     assert report.input_names[1] == "module.weight_ih_l0"
     assert report.output_names == ("result[0]", "result[1]")
-    # They list them in addition to the dictionary that every module has.
+    # These modules list their parameters in addition to the dictionary that every module has.
     assert [id(own) for own in module._flat_weights] == [id(parameter) for parameter in module.parameters()]
 
 
@@ -469,7 +469,7 @@ def test_parameters_in_single_precision_warn_by_name() -> None:
 
 
 class _Quartic(torch.autograd.Function):
-    """x^4, whose third derivative is half of what it should be."""
+    """x^4, with half of its third derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -522,7 +522,7 @@ def test_third_derivatives_where_gradients_are_constant() -> None:
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize(
     ("func", "shape"),
-    # In the second, columns of the two inputs share no row, and one group would do for all.
+    # In the second case, columns of the two inputs share no row, so one group would suffice for all.
     [(lambda a, b: a.sin() * b**3, (5, 4)), (lambda a, b: (a.sin(), b**3), (3, 7))],
     ids=["product", "apart"],
 )
@@ -542,7 +542,7 @@ def test_every_input_takes_its_own_step(engine: dict[str, Any], order: Any, func
     assert report.notes == ()
     assert report.plan is not None
     assert report.plan.engine == engine["engine"]
-    # Joint steps are up to 1.5 times as large; those that certify a pattern are a few times eps, of all inputs alike.
+    # Joint steps are up to 1.5 times as large. Steps that certify a pattern are the same few times eps for all inputs.
     most = 1.51 * (STARTS[2] if engine["engine"] == "compressed" else 1.0)
     for moved, step in zip(largest, eps.values(), strict=True):
         assert 0.99 * step <= moved <= most * step
@@ -561,7 +561,7 @@ def test_differences_along_a_direction_take_each_inputs_step() -> None:
         return inputs[0] * 2 + inputs[1] * 3 + inputs[2] * 5
 
     a0, b0, c0 = (value.detach().clone() for value in (a, b, c))
-    # Steps of 1e-6 and 4e-6; of the third, errors count a tenth, which its part of a direction says already.
+    # Steps of 1e-6 and 4e-6. Errors of the third input count a tenth; its part of the direction is a tenth already.
     with Problem(func, (a, b, c), scales=[(1.0, 1.0), (4.0, 1.0), (4.0, 0.1)]) as problem:
         u = torch.full((9,), 1.0, dtype=torch.float64)
         u[6:] = 0.1
@@ -601,7 +601,7 @@ def test_planted_errors_are_found_at_any_step(engine: dict[str, Any]) -> None:
 
 
 def test_a_step_may_decide() -> None:
-    """One input needs a large step, as func rounds it; the other a small one, as func ends next to it."""
+    """One input is rounded by func and needs a large step; the other is at the end of func's domain: a small step."""
     a = (torch.arange(4, dtype=torch.float64) / 8).requires_grad_()
     b = torch.full((4,), 2.0**-10, dtype=torch.float64, requires_grad=True)
 
@@ -632,7 +632,7 @@ def test_every_input_has_its_own_tolerance(
     loose: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fastgrad.checks.sketch.EXACT_CALLS", 0)  # a sketch tries other step sizes first
+    monkeypatch.setattr("fastgrad.checks.sketch.EXACT_CALLS", 0)  # a sketch first tries other step sizes
     inputs = leaf(5, 4), leaf(5, 4, seed=1)
 
     def func(a: Tensor, b: Tensor) -> Tensor:
@@ -652,12 +652,12 @@ def test_every_input_has_its_own_tolerance(
     assert not any("measured again" in note for note in report.notes)  # nothing differs at eps
     left_open = any("decided by the exact engine" in note for note in report.notes)
     if tolerance == "rtol" or engine["engine"] != "sketch":
-        assert left_open == (engine["engine"] == "sketch")  # no one bound of all sums of entries
+        assert left_open == (engine["engine"] == "sketch")  # there is no common bound for all sums of entries
     assert report.plan is not None
     assert report.plan.engine == ("dense" if left_open else engine["engine"])
     assert verdict({f"inputs[{which}]": loose, f"inputs[{1 - which}]": tight}).passed
     allowed = verdict(other).failure.comparison.worst.allowed  # type: ignore[union-attr]
-    assert allowed < 1e-3  # of the input that is wrong
+    assert allowed < 1e-3  # the tolerance of the input that is wrong
 
 
 def test_names_stand_for_all_below_them_and_longer_ones_say_more() -> None:
@@ -667,7 +667,7 @@ def test_names_stand_for_all_below_them_and_longer_ones_say_more() -> None:
     assert report.passed
     assert [own.eps for own in report.settings.inputs] == [1e-7, 1e-4, 1e-5, 3e-5, 1e-4]
     assert report.settings.eps == 1e-7
-    # What is not named has the default; and where all have the same, it is one number.
+    # Names that are missing have the default. If all tolerances are equal, there is one number.
     assert [own.atol for own in fastgrad.check(module, batch, atol={"module.weight": 1e-3}).settings.inputs] == [
         1e-5,
         1e-3,
@@ -678,7 +678,7 @@ def test_names_stand_for_all_below_them_and_longer_ones_say_more() -> None:
 
 
 class Bent(torch.autograd.Function):
-    """The identity, its derivatives in both modes times 1.002, or not linear by as much."""
+    """The identity; its derivatives in both modes are 1.002, or deviate from linearity by as much."""
 
     @staticmethod
     def forward(x: Tensor, linear: bool) -> Tensor:
@@ -709,7 +709,7 @@ def test_an_inputs_own_tolerance_excuses_it_alone(engine: dict[str, Any], mode: 
         fastgrad.check(func, inputs, atol=atol, rtol=0.0, **mode, **engine)
         for atol in (1e-5, (2e-2, 1e-5), (1e-5, 2e-2))
     )
-    # A sum over all inputs that is not linear in forward mode is excused by any of them; its entries are not.
+    # A sum over all inputs may be off by the largest tolerance of an input; the entries of an input may not.
     assert [tight.passed, own.passed, other.passed] == [False, True, False]
     assert not any("measured again" in note for note in own.notes)
 
@@ -727,7 +727,7 @@ def test_own_tolerances_of_a_jvp_in_fast_mode(name: str, linear: bool) -> None:
 
 @each_engine
 def test_outputs_whose_gradients_meet_in_a_bent_backward(engine: dict[str, Any]) -> None:
-    """Each alone is right to within the tolerance of its input; so must be both at once."""
+    """Each is right to within the tolerance of its input, so both together must pass."""
 
     def func(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         shared = Bent.apply(a, False)
@@ -741,7 +741,7 @@ def test_outputs_whose_gradients_meet_in_a_bent_backward(engine: dict[str, Any])
 
 
 def test_what_is_measured_again_is_judged_by_its_own_tolerance() -> None:
-    """The truncation of a large step differs by more, the gradient itself by less than what its input may."""
+    """The truncation error of a large step is more than the tolerance of the input, the error of the gradient less."""
     func = lambda a, b: a**3 + (off(a, constant=2e-3) - a) + b.sin()  # noqa: E731
     keywords: dict[str, Any] = {"eps": (0.1, 1e-6), "rtol": 0.0, "engine": "dense"}
     report = fastgrad.check(func, (leaf(3), leaf(3, seed=1)), atol=(5e-3, 1e-5), **keywords)
@@ -761,7 +761,7 @@ def test_check_takes_every_keyword_of_gradcheck_and_gradgradcheck() -> None:
     for other in (fastgrad.gradcheck, fastgrad.gradgradcheck):
         for parameter in inspect.signature(other).parameters.values():
             if parameter.name in ("raise_exception", "check_sparse_nnz", "positional"):
-                continue  # it raises no verdict, and is too young for old spellings
+                continue  # check raises no GradcheckError, and never had the old names
             assert own[parameter.name].default == parameter.default
     assert set(own) - set(inspect.signature(fastgrad.gradcheck).parameters) - set(
         inspect.signature(fastgrad.gradgradcheck).parameters
@@ -806,7 +806,7 @@ def test_every_keyword_arrives(order: Any, name: str) -> None:
 
 
 def test_check_and_the_others_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_costs(monkeypatch, guess_seconds=0.0)  # or the number of calls would depend on the time they take
+    set_costs(monkeypatch, guess_seconds=0.0)  # otherwise the number of calls would depend on their time
     x = leaf(3, 4)
     wrong: Callable[..., Any] = lambda x: off(x, 1.1).exp()  # noqa: E731
     for order, other in ((1, fastgrad.gradcheck), (2, fastgrad.gradgradcheck)):
@@ -949,7 +949,7 @@ def equal(left: Any, right: Any) -> bool:
 
 
 class Interrupted(Layer):
-    """Raises in one of its calls, with its input, parameters and buffers changed."""
+    """Changes its input, parameters and buffers, and raises in one of its calls."""
 
     def __init__(self, call: int, error: BaseException) -> None:
         super().__init__()
@@ -967,7 +967,7 @@ class Interrupted(Layer):
 @pytest.mark.parametrize("wrong", ["", "weight"])
 def test_state_is_as_before(states: Any, keywords: dict[str, Any], wrong: str) -> None:
     module, batch = layer(wrong)
-    module.norm.eval()  # one submodule in another mode than the others
+    module.norm.eval()  # the mode of one submodule differs from that of the others
     module.weight.grad = torch.full_like(module.weight, 7.0)
     before = states(module, batch["x"])
     assert fastgrad.check(module, batch, **keywords).passed == (not wrong)

@@ -1,4 +1,4 @@
-"""Whole Jacobians against torch's, against known matrices, and sparse against dense."""
+"""Compares whole Jacobians with torch's, with known matrices, and sparse with dense ones."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_complex_tensors_have_two_coordinates(size: int) -> None:
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_random_sparse_maps_are_found_exactly(data: st.DataObject) -> None:
-    """Probing, coloring and decompression give back the matrix of a linear map."""
+    """Probing, coloring and decompression reproduce the matrix of a linear map."""
     m, n = data.draw(st.integers(1, 120)), data.draw(st.integers(12, 120))
     density = data.draw(st.sampled_from([0.0, 0.01, 0.03, 0.1, 0.5]))
     generator = np.random.default_rng(data.draw(st.integers(0, 2**32)))

@@ -1,4 +1,4 @@
-"""The layering: a package imports only from packages below its own, and no modules import each other in a circle."""
+"""A package imports only from packages below its own, and there are no import cycles between modules."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_no_verdict_comes_from_torch() -> None:
         return {module_name(path) for path in MODULES if any(word in path.read_text() for word in words)}
 
     assert modules_with("autograd.gradcheck(", "autograd.gradgradcheck(") == {"fastgrad.testing.torch_reference"}
-    # To show both side by side; patching is asked to by those who compare.
+    # To show both side by side; patching is requested by those who compare.
     users = {module_name(path) for path in MODULES if "fastgrad.testing.torch_reference" in imports(path)}
     assert users == {"fastgrad.tools.demo", "fastgrad.testing.patch"}
     assert {package(name) for name in modules_with("ask_both")} == {"testing", "tools"}

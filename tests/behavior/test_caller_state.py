@@ -1,4 +1,4 @@
-"""The caller's tensors and modes after a check: as before, however func, backward or Ctrl-C ended it."""
+"""The caller's tensors and modes are unchanged after a check, even if an exception or Ctrl-C ended it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def leaf(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def doubling(x: Tensor) -> Tensor:
-    """2 x, and x is 1.5 times as large then, which no version counter shows."""
+    """2 x; multiplies x by 1.5 without increasing its version counter."""
     y = 2 * x
     x.data.mul_(1.5)
     return y

@@ -1,4 +1,4 @@
-"""What documentation says of gradcheck and gradgradcheck: examples, notes, parameters, spellings of old versions."""
+"""What documentation states about gradcheck and gradgradcheck: examples, notes, parameters, old names."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def double(jvp_factor: float = 2, backward: Callable[..., Any] | None = None) ->
 
 
 def square(double: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """x^2 with a backward through `double`, whose derivatives only second derivatives of this one show."""
+    """x^2, whose backward calls `double`: only second derivatives show errors of double's derivative."""
     return function(lambda x: x * x, lambda grad, x: grad * double(x), lambda tangent, x: tangent * 2 * x)
 
 
@@ -259,7 +259,7 @@ def test_a_saved_tensor_that_was_changed_in_place() -> None:
 
 @each_check
 def test_less_than_double_precision_warns(check: Any) -> None:
-    """The check may fail, and torch's does; here larger steps also count."""
+    """The check may fail, as torch's does; fastgrad also uses larger steps."""
     with pytest.warns(UserWarning, match="not a double precision"):
         check(sum_of_cubes, leaf(3, dtype=torch.float32), eps=1e-5, raise_exception=False)
 
@@ -353,7 +353,7 @@ def test_eps_is_the_step(check: Any, eps: float) -> None:
 
 @each_check
 def test_a_kink_within_eps_is_not_a_mismatch(check: Any) -> None:
-    """A kink 0.001 away from the point: a step of 0.01 crosses it, and is not the last word."""
+    """A kink 0.001 away from the point: a step of 0.01 crosses it, and smaller steps decide."""
     x = leaf(3)
     kink = x.detach() + 1e-3
     func = lambda x: (x - kink).relu() ** (1 if check is fastgrad.gradcheck else 2)  # noqa: E731
@@ -422,7 +422,7 @@ def test_check_undefined_grad_is_on(check: Any) -> None:
 
 @each_check
 def test_check_grad_dtypes_accepts_what_autograd_computes(check: Any) -> None:
-    """A backward cannot return another dtype: autograd converts it."""
+    """Autograd converts a gradient of another dtype."""
     assert check(lambda x: 1j * x.exp(), leaf(3), check_grad_dtypes=True)
     returns_float = function(torch.sum, lambda grad, x: grad.float() * torch.ones(3))
     assert fastgrad.gradcheck(returns_float, leaf(3), check_grad_dtypes=True)
@@ -473,7 +473,7 @@ def test_gen_non_contig_grad_outputs_is_for_those_not_given() -> None:
         return 2 * x * grad
 
     func = function(torch.square, backward)
-    # The first VJP is the one with the grad_outputs as they are.
+    # The first VJP uses the unchanged grad_outputs.
     for keywords, first in (({}, True), ({"gen_non_contig_grad_outputs": True}, False)):
         contiguous.clear()
         assert fastgrad.gradgradcheck(func, leaf(3, 4), **keywords)
@@ -526,7 +526,7 @@ def test_check_rev_over_rev_false_leaves_forward_over_reverse() -> None:
 
 
 def looks_at_values(grad: Tensor, x: Tensor) -> Tensor:
-    """Needs a number on the host, which vmap cannot give."""
+    """Reads a number into Python, which vmap does not allow."""
     return 2 * grad if float(grad.sum()) == 0 else grad * 2
 
 
@@ -621,7 +621,7 @@ def test_check_sparse_nnz_must_agree_with_masked(masked: bool) -> None:
         fastgrad.gradcheck(torch.exp, leaf(3), check_sparse_nnz=not masked, masked=masked)
 
 
-# Positional spellings of old versions
+# Positional arguments of old versions
 
 _NUMBERS = (1e-6, 1e-5, 1e-3)
 
@@ -672,16 +672,16 @@ PAGES = [
 
 
 def without_measurements(text: str) -> str:
-    """What examples print, without times, calls, versions and numbers that only say how small an error is."""
+    """What examples print, without times, calls, versions and the sizes of negligible errors."""
     own = r"\d+ evaluations, \d+ VJPs|[\d.]+ m?s\b|fastgrad [\d.]+, torch .*|0e\+00\b"
     return without_chance(re.sub(own, "...", text)).strip()
 
 
 def run_examples(text: str) -> int:
-    """Runs the Python blocks of a page, one after the other, and says how many results were compared.
+    """Runs the Python blocks of a page in order, and returns how many results were compared.
 
-    Where a comment behind a line is a Python value, the line has that value. A block of text that follows at once is
-    what the block prints. Functions that are called test_... are tests: they are run, with fastgrad's fixtures.
+    If the comment after a line is a Python value, the line must have this value. A text block directly after an example
+    must be its output. Functions that are named test_... are run as tests, with fastgrad's fixtures.
     """
     names: dict[str, Any] = {"__name__": "example"}
     compared = 0
@@ -697,7 +697,7 @@ def run_examples(text: str) -> int:
                 value = eval(compile(ast.Expression(statement.value), "example", "eval"), names)
                 line = block.splitlines()[statement.end_lineno - 1]  # type: ignore[operator]
                 if not IS_NATIVE and line.startswith("report.evaluations, report.vjps"):
-                    continue  # plain Python has no small check: it makes more calls
+                    continue  # plain Python has no small check, so it makes more calls
                 comment = line.partition("  # ")[2]
                 with contextlib.suppress(SyntaxError, ValueError):
                     expected = ast.literal_eval(comment)
@@ -712,7 +712,7 @@ def run_examples(text: str) -> int:
 
 
 def run_as_test(function: Callable[..., None]) -> None:
-    """Calls a test of an example as pytest would; one that its skipif mark keeps from this machine is left out."""
+    """Calls a test of an example as pytest does; skips it if its skipif mark says so."""
     marks = getattr(function, "pytestmark", [])
     if not any(mark.name == "skipif" and mark.args[0] for mark in marks):
         function(**{name: getattr(fastgrad, name) for name in inspect.signature(function).parameters})
@@ -770,7 +770,7 @@ def test_every_page_is_in_the_table_of_contents() -> None:
 
 
 def test_relative_links_lead_somewhere() -> None:
-    """Those of the README; Sphinx follows those of the pages, and anchors."""
+    """Follows the links of the README. Sphinx checks the links of the pages, and anchors."""
     links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
     assert links
     assert not [link for link in links if not (ROOT / link).exists()]

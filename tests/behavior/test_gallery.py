@@ -1,4 +1,4 @@
-"""The gallery of mistakes is what checks say today."""
+"""The gallery of mistakes has the messages of the present code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong gradients that libraries shipped fail at the inputs where they are wrong, and their right twins pass."""
+"""Wrong gradients that libraries shipped fail at inputs at which they are wrong, and their right twins pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backwards that later calls of func, or their own writes, spoil: torch's checker fails them, and so do all engines."""
+"""Backwards that later calls of func, or their own writes, make wrong fail in torch's checker and in all engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def leaf(n: int) -> Tensor:
 
 
 def sin_with_buffers(spoil: Callable[[Tensor], object], count: int = 1) -> Callable[[Tensor], Tensor]:
-    """sin; spoil changes the gradient of a forward that is not one of the last `count` ones."""
+    """sin; `spoil` changes the gradients of all forwards except the last `count` ones."""
     last: deque[object] = deque(maxlen=count)
 
     class Sin(torch.autograd.Function):
@@ -66,7 +66,7 @@ def test_a_graph_whose_buffers_are_used_again_after_many_forwards(n: int, count:
 
 
 def exp_that_zeroes_older_results(count: int, adds_up: bool = False) -> Callable[[Tensor], Tensor]:
-    """exp, or its sum; a result that is not one of the last `count` ones is zeroed without autograd's notice."""
+    """exp, or its sum; all results except the last `count` ones are set to zero without autograd's knowledge."""
     results: list[Tensor] = []
 
     def func(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Nothing is kept of a check: neither func and inputs, nor memory; the long run is benchmarks/soak.py."""
+"""A check keeps neither func and inputs nor memory after its end; benchmarks/soak.py is a long test of this."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastgrad.report.settings import Settings
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """What is released without it is in no cycle of references."""
+    """Disables garbage collection: objects that are released nevertheless are in no reference cycle."""
     gc.disable()
     yield
     gc.enable()
@@ -58,7 +58,7 @@ def test_func_and_inputs_are_released(
 ) -> None:
     def attempt() -> list[weakref.ref[Any]]:
         x = leaf()
-        func = lambda v: body(v)  # noqa: E731  (an object of this attempt)
+        func = lambda v: body(v)  # noqa: E731  (a new object in each attempt)
         raised: type[Exception] | None = None
         try:
             checker(func, x, **keywords)
@@ -100,5 +100,5 @@ def test_memory_does_not_grow() -> None:
             later_size, later_objects = run(300)
         finally:
             tracemalloc.stop()
-    assert later_objects - objects < 30  # one object every ten checks would be as many
-    assert later_size - size < 64 * 1024  # some 200 bytes per check: free lists of Python's fill up slowly
+    assert later_objects - objects < 30  # one object per ten checks would be 30
+    assert later_size - size < 64 * 1024  # about 200 bytes per check: Python's free lists fill up slowly

@@ -1,4 +1,4 @@
-"""Infinities, NaN, and numbers near the ends of the range: verdicts, their messages, and that they come soon."""
+"""Infinities, NaN, and numbers near the ends of the range: verdicts, messages and cost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OF_PAIRS: dict[str, Func] = {
 FUNCS = ELEMENTWISE | OF_PAIRS
 VALUES = [math.inf, -math.inf, math.nan, 0.0, 1e300, 1e-300, 1e160]
 
-# eps moves nothing at 1e160 and more: torch compares with zero.
+# eps changes no value of 1e160 or more, so torch compares with zero.
 STEPS_ARE_REALIZED = 1e160
 MOST_CALLS = 3000
 """Of func, in a check of three elements, its evidence included."""
@@ -94,7 +94,7 @@ def test_a_wrong_gradient_beside_what_is_not_finite(engine: str) -> None:
 
 
 class Passing(torch.autograd.Function):
-    """A clamp that passes all gradients on."""
+    """A clamp whose backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, v: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_what_is_not_finite_is_named(func: Func, x: Tensor, words: str) -> None:
 
 def test_an_infinite_difference_is_no_agreement() -> None:
     class Func(torch.autograd.Function):
-        """log, whose difference at eps is infinite there, with another gradient."""
+        """log at a point where its difference at eps is infinite, with another gradient."""
 
         @staticmethod
         def forward(ctx: Any, v: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def test_a_backward_that_would_overflow_if_run_at_another_scale(count: int, engi
     [(torch.relu, 1e-7), (torch.abs, 1e-7), (torch.sqrt, 1e-6)],
 )
 def test_re_measuring_is_bounded_by_a_count(func: Func, at: float, engine: str) -> None:
-    """Entries that share no output are moved together, whatever the engine: one by one would be 20,000 calls."""
+    """In every engine, entries that share no output are moved together: single entries would take 20,000 calls."""
     n = 300
     x = (at * torch.linspace(0.1, 1, n, dtype=torch.float64)).requires_grad_()
     counted = Counted(func)

@@ -1,4 +1,4 @@
-"""Planted errors fail, by the right name; their correct twins pass; torch's verdict next to ours."""
+"""Planted errors fail with the right message, and their correct twins pass; torch's verdicts are as recorded."""
 
 from __future__ import annotations
 

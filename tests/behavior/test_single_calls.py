@@ -1,4 +1,4 @@
-"""A func that returns other values in a single call: what a check has seen of it, it does not drop."""
+"""A func that returns other values in a single call: a check that has used these values fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def leaf(n: int) -> Tensor:
 
 
 def wrong_once(func: Func, wrong: int, factor: float) -> tuple[Func, Callable[[], int]]:
-    """func, which returns more than that in one call; and the number of its calls so far."""
+    """A func that returns larger values in one call; and a function that returns the number of calls so far."""
     calls = 0
 
     def called(x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def wrong_once(func: Func, wrong: int, factor: float) -> tuple[Func, Callable[[]
 def outcome(
     func: Func, n: int, wrong: int, keywords: dict[str, Any], factor: float = 0.1
 ) -> tuple[str, int, tuple[int, ...]]:
-    """The verdict, the calls of func, and what the report counts."""
+    """The verdict, the number of calls of func, and the numbers of calls in the report."""
     called, calls = wrong_once(func, wrong, factor)
     report = fastgrad.check(called, leaf(n), **keywords)
     return report.verdict, calls(), (report.evaluations, report.vjps, report.jvps)
@@ -66,7 +66,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 def test_a_check_that_makes_other_calls_because_of_one_value_does_not_pass(
     name: str, keywords: dict[str, Any], factor: float
 ) -> None:
-    """Values that are compared with nothing, for example those next to zero tangents, change nothing."""
+    """Values that are not compared, for example those next to zero tangents, have no effect."""
     verdict, calls, counts = outcome(FUNCS[name], 8, 0, keywords)
     assert verdict == "passed"
     for wrong in range(1, calls + 1):
@@ -76,7 +76,7 @@ def test_a_check_that_makes_other_calls_because_of_one_value_does_not_pass(
 
 @pytest.mark.parametrize("factor", [0.1, math.nan])
 def test_each_further_step_of_a_certificate_counts(factor: float) -> None:
-    """For these steep outputs, differences at six steps decide; where one sees an error, a better one may not."""
+    """Differences at six steps decide on these steep outputs. An error at one step may be absent at a better step."""
 
     def steep(x: Tensor) -> Tensor:
         return torch.polygamma(1, x + 0.02)
@@ -106,7 +106,7 @@ def test_each_difference_of_a_large_sparse_check_counts(wrong: int) -> None:
 
 @pytest.mark.parametrize(("keywords", "calls"), [({}, range(2, 10)), ({"check_forward_ad": True}, range(2, 18))])
 def test_each_difference_of_a_large_check_in_fast_mode_counts(keywords: dict[str, Any], calls: range) -> None:
-    """Differences that look wrong, or are noisy, are replaced by better ones, and must be the same if repeated."""
+    """Differences that look wrong or are noisy are replaced by better ones. If repeated, they must be the same."""
     keywords = {"fast_mode": True, **keywords}
     _, usual, _ = outcome(torch.sin, 20_000, 0, keywords)
     for wrong in calls:
@@ -136,7 +136,7 @@ class Product(torch.autograd.Function):
 @pytest.mark.parametrize("extra", [7.0, math.nan, math.inf])
 @pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"check_batched_grad": True}, {"dtype": torch.float32}])
 def test_each_call_of_a_backward_counts(keywords: dict[str, Any], extra: float) -> None:
-    """In a lower dtype, only the calls of the check in double precision and those of the products are sought here."""
+    """In a lower dtype, this tests only the calls of the check in double precision and those of the products."""
     dtype = keywords.get("dtype", torch.float64)
     own = {name: value for name, value in keywords.items() if name != "dtype"}
     x = torch.linspace(0.3, 0.9, 3, dtype=dtype, requires_grad=True)
@@ -153,7 +153,7 @@ def test_each_call_of_a_backward_counts(keywords: dict[str, Any], extra: float) 
 
 @pytest.mark.parametrize("wrong", range(1, 13))
 def test_each_call_of_a_backward_of_one_complex_output_counts(wrong: int) -> None:
-    """The first calls come from the look for a pattern, before all others."""
+    """The first calls are those of sparsity detection."""
     calls = 0
 
     def backward(grad_output: Tensor, x: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def test_each_call_of_a_backward_of_one_complex_output_counts(wrong: int) -> Non
 @pytest.mark.parametrize("extra", [9.0, math.nan])
 @pytest.mark.parametrize("n", [257, 10_000])
 def test_each_call_of_a_backward_of_large_values_counts(n: int, extra: float) -> None:
-    """Outputs get weights at the second step of a small check, and other grad_outputs replace the first ones."""
+    """At the second step of a small check, outputs get weights, and new grad_outputs replace the first ones."""
     calls = wrong = 0
 
     def backward(grad_output: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Wrong gradients that certificates, tolerances or a few calls may miss: all fail; their right twins pass."""
+"""Wrong gradients that certificates, tolerances or a few calls may miss all fail; their right twins pass."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def custom(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Func
 
 @dataclass(frozen=True)
 class Case:
-    """Makes the wrong function and its right twin anew: a backward may keep state."""
+    """Makes the wrong function and its right twin for each check, because a backward may keep state."""
 
     name: str
     wrong: Callable[[], Func]
@@ -51,7 +51,7 @@ class Case:
 
 
 def scaled(factor: float, row: int, column: int, extra: float) -> Case:
-    """forward: factor x. The backward adds an entry next to that of [column, column], which is much larger."""
+    """forward: factor x. The backward adds an entry next to [column, column], which is much larger."""
 
     def wrong(grad: Tensor, x: Tensor) -> Tensor:
         result = factor * grad
@@ -146,7 +146,7 @@ def right_sine() -> Func:
 
 
 def by_call(name: str, is_wrong: Callable[[int], bool], last_alone: bool = False) -> Case:
-    """Wrong in some calls, counted from 1; in its last element alone, perhaps."""
+    """Wrong in some calls, counted from 1; in all elements or only in the last one."""
 
     def make() -> Func:
         calls = 0
@@ -187,7 +187,7 @@ def by_graph(name: str, is_wrong: Callable[[int, int], bool]) -> Case:
 
 
 def by_zeros(share: float) -> Case:
-    """Wrong where more than a share of grad_output is zero."""
+    """Wrong if more than a share of grad_output is zero."""
 
     def backward(grad: Tensor, x: Tensor) -> Tensor:
         return grad * x.cos() * (1.5 if (grad == 0).double().mean() > share else 1.0)
@@ -196,7 +196,7 @@ def by_zeros(share: float) -> Case:
 
 
 def cached(name: str, key: Callable[[Tensor], Any]) -> Case:
-    """Returns what it once returned for a grad_output that looks alike."""
+    """Returns an earlier gradient if an earlier grad_output had the same key."""
 
     def make() -> Func:
         known: dict[Any, Tensor] = {}
@@ -267,7 +267,7 @@ def leaves(case: Case, n: int, seed: int) -> tuple[Tensor, ...]:
 
 
 def verdicts(case: Case, n: int, seed: int, **keywords: Any) -> tuple[str, str]:
-    """Of the wrong function and of the right one; a derivative that does not converge is a failure, too."""
+    """The verdicts of the wrong and the right function; a derivative that does not converge is a failure, too."""
     inputs = leaves(case, n, seed)
     found = (
         fastgrad.check(make(), inputs, seed=seed, **case.keywords, **keywords) for make in (case.wrong, case.right)
@@ -277,7 +277,7 @@ def verdicts(case: Case, n: int, seed: int, **keywords: Any) -> tuple[str, str]:
 
 
 def torch_calls(n: int) -> int:
-    """Calls of backward that torch's slow mode makes for its rows: each twice."""
+    """The calls of backward in torch's slow mode: two per row."""
     return 2 * n
 
 
@@ -289,7 +289,7 @@ def test_wrong_gradients_fail_and_right_ones_pass(name: str, engine: str) -> Non
             continue  # no checker calls it as often
         for seed in range(SEEDS.get((engine, n), 1)):
             wrong, right = verdicts(BY_NAME[name], n, seed, engine=engine)
-            # With no dense engine to go to, what no search explains is left undecided.
+            # The dense engine is not allowed here, so unexplained errors leave the check undecided.
             undecided = engine == "compressed" and name == "one entry among harmless ones"
             assert wrong == "failed" or (undecided and wrong == "undecided"), (n, seed)
             assert right == "passed", (n, seed)
@@ -433,7 +433,7 @@ def test_entries_outside_of_the_pattern_for_some_grad_outputs_only(n: int, spoil
     assert fastgrad.gradcheck(doubled({}, SPOILED[spoiled], outputs), x)
     places = torch.randint(0, n, (12, 2), generator=generator).tolist()
     for row, column in [(8, 26), (9, 0), (5, 32), *places]:
-        for error in (0.5, 1e-3) if row != column else (0.5,):  # of the entries there, 2, 1e-3 is within the tolerance
+        for error in (0.5, 1e-3) if row != column else (0.5,):  # 1e-3 is within the tolerance of 2
             func = doubled({(row, column): error}, SPOILED[spoiled], outputs)
             assert not fastgrad.gradcheck(func, x, raise_exception=False), (row, column, error)
 
@@ -458,7 +458,7 @@ def test_rows_that_are_wrong_by_themselves_alone(n: int, kind: str) -> None:
 
 
 def cube_wrong_between(first: int, last: int, spoil: Callable[[Tensor], Any], outputs: int) -> Func:
-    """x^3, and 2 x as a second output; its backward is wrong in the calls from `first` to `last` of all."""
+    """x^3, and 2 x as a second output; its backward is wrong in calls `first` to `last`."""
     calls = 0
 
     class Cube(Function):
@@ -537,7 +537,7 @@ def test_a_backward_of_several_row_groups_that_is_wrong_in_one_call(n: int, erro
 
 
 def of_one_output(shape: tuple[int, ...], is_wrong: Callable[[Any, dict[str, Any], Tensor], bool]) -> Func:
-    """The sum of x^3, whose backward is twice what it should be in some calls, by what it remembers of others."""
+    """The sum of x^3, whose backward is twice the right one in some calls that depend on earlier calls."""
     state: dict[str, Any] = {"graphs": 0}
 
     class Sum(Function):
@@ -602,7 +602,7 @@ def test_a_one_hot_grad_output_at_the_last_row(keywords: dict[str, Any], seed: i
 
 
 def test_an_output_that_may_hide_entries_and_has_none() -> None:
-    """Next to kinks, columns are measured one by one, and here there are none."""
+    """Next to kinks, columns are measured one by one; here, no columns are left."""
     attack = next(attack for attack in ATTACKS if attack.name == "max pool with a coupling of 0.0001: right")
     f, inputs = attack.make(1, 600)
     assert fastgrad.check(f, inputs, **dict(attack.keywords)).passed
@@ -625,7 +625,7 @@ class FromTheBeginning(Function):
 
 
 class ByAlignedLoads(FromTheBeginning):
-    """The cube, whose backward is wrong where grad_output does not begin at a multiple of 16 bytes."""
+    """The cube, whose backward is wrong if grad_output does not begin at a multiple of 16 bytes."""
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
@@ -634,7 +634,7 @@ class ByAlignedLoads(FromTheBeginning):
 
 
 class ByTheStart(FromTheBeginning):
-    """The right one: it reads from where grad_output begins."""
+    """The right function: it reads from the first element of grad_output."""
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
@@ -683,7 +683,7 @@ def test_a_gradient_that_is_detached_beside_others(fast_mode: bool, dtype: torch
     x, y = (torch.randn(4, dtype=dtype, requires_grad=True) for _ in range(2))
     wrong = custom(torch.mul, lambda g, x, y: (g * y.conj(), (g * x.conj()).detach()))
     assert not fastgrad.gradgradcheck(wrong, (x, y), fast_mode=fast_mode, raise_exception=False)
-    # A gradient that is constant needs no graph.
+    # A constant gradient needs no graph.
     constant = custom(lambda x, y: x.square() + y, lambda g, x, y: (2 * g * x.conj(), g))
     assert fastgrad.gradgradcheck(constant, (x, y), grad_outputs="ones", fast_mode=fast_mode)
 
@@ -691,7 +691,7 @@ def test_a_gradient_that_is_detached_beside_others(fast_mode: bool, dtype: torch
 @pytest.mark.parametrize("fast_mode", [False, True])
 @pytest.mark.parametrize("n", [2, 12, 200, 3000])
 def test_gradients_that_are_kept_by_the_identity_of_grad_output(n: int, fast_mode: bool) -> None:
-    """The checker of torch passes one tensor again and again, with other values."""
+    """Torch's checker passes the same tensor repeatedly, with different values."""
     gradients: dict[int, Tensor] = {}
     seen = []  # no identity is that of another tensor later
 
@@ -731,7 +731,7 @@ def test_a_backward_that_writes_into_grad_output_unless_gradients_are_recorded(
 
 
 def test_gradients_that_are_limited_on_the_way_are_no_race() -> None:
-    """A limit within backward that only large grad_outputs reach, in sums of row groups."""
+    """A limit inside backward that only large grad_outputs reach, in sums of row groups."""
 
     def func(x: Tensor, y: Tensor) -> Tensor:
         sin = x.sin()
@@ -751,7 +751,7 @@ def test_gradients_that_are_limited_on_the_way_are_no_race() -> None:
 @pytest.mark.parametrize("keywords", [{"engine": "dense"}, {}, {"fast_mode": True}], ids=str)
 @pytest.mark.parametrize("n", [1, 3, 12, 200])
 def test_the_version_of_grad_output_counts_its_values(n: int, keywords: dict[str, Any]) -> None:
-    """As with the checker of torch, which writes into one grad_output, its version tells that it has other values."""
+    """As in torch's checker, which writes into one grad_output, the version counter shows that the values changed."""
     kept: list[tuple[Tensor, int, Tensor]] = []
 
     def keeps_by_version(grad_output: Tensor, x: Tensor) -> Tensor:
@@ -776,7 +776,7 @@ def test_the_version_of_grad_output_counts_its_values(n: int, keywords: dict[str
 def test_tangents_that_are_kept_by_the_identity_or_address_of_a_tangent(
     key: Callable[[Tensor], int], n: int, keywords: dict[str, Any]
 ) -> None:
-    """The checker of torch passes one tangent again and again, with other values."""
+    """Torch's checker passes the same tangent repeatedly, with different values."""
     kept: dict[int, Tensor] = {}
     seen = []  # no identity is that of another tensor later
 
@@ -812,7 +812,7 @@ def test_tangents_that_are_kept_by_the_identity_or_address_of_a_tangent(
 def test_gradients_of_a_grad_output_that_is_kept_by_its_identity_fail(
     key: Callable[[Tensor], int], dtype: torch.dtype, n: int, fast_mode: bool
 ) -> None:
-    """Differences and gradients with respect to grad_output are both zero: only another tensor shows it."""
+    """Differences and gradients with respect to grad_output are both zero: only a new tensor shows the error."""
     kept: dict[int, Tensor] = {}
 
     def backward(g: Tensor, x: Tensor) -> Tensor:
@@ -885,7 +885,7 @@ def test_an_empty_output_before_one_with_a_single_element(fast_mode: bool, secon
 @pytest.mark.parametrize("n", [2, 9, 40])
 @pytest.mark.parametrize("noise", [1e-15, 1e-13])
 def test_a_backward_that_rounds_otherwise_in_each_call_is_not_accused(noise: float, n: int, fast_mode: bool) -> None:
-    """As with atomic additions in another order. Runs of the same graph must still agree bit by bit, as in torch."""
+    """Rounding as from atomic additions in another order. As in torch, runs of the same graph must agree bit by bit."""
     generator = random.Random(n)
 
     class Product(torch.autograd.Function):
@@ -908,7 +908,7 @@ def test_a_backward_that_rounds_otherwise_in_each_call_is_not_accused(noise: flo
 
 
 class Drifting:
-    """sin, with values that grow from call to call: central differences repeat, and shrink with larger steps."""
+    """sin plus a value that grows in each call: the error of differences is constant, and smaller at larger steps."""
 
     def __init__(self, drift: float) -> None:
         self.drift, self.calls = drift, 0
@@ -927,13 +927,13 @@ def test_values_that_drift_from_call_to_call(drift: float, n: int, keywords: dic
     report = fastgrad.check(Drifting(drift), x, **keywords)
     assert report.failure is not None
     assert report.failure.kind == "nondeterministic func" or report.causes[0].name == "race"
-    # Too small for the differences of both.
+    # Too small to affect the differences of either checker.
     assert torch.autograd.gradcheck(Drifting(1e-13), x)
     assert fastgrad.check(Drifting(1e-13), x, **keywords).verdict == "passed"
 
 
 def test_a_func_that_returns_the_same_graph_again() -> None:
-    """Torch's checker runs a VJP that frees the graph, and takes the RuntimeError of the next for a wrong gradient."""
+    """Torch's checker runs a VJP that frees the graph, and treats the next RuntimeError as a wrong gradient."""
     known: dict[tuple[float, ...], Tensor] = {}
 
     def memoized(x: Tensor) -> Tensor:
@@ -969,7 +969,7 @@ def scaled_sines(scale: float, error: float) -> Func:
 @pytest.mark.parametrize("n", [20, 50, 400, 3000])
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
 def test_the_bound_of_fast_forward_mode_is_true(scale: float, n: int) -> None:
-    """Large derivatives hide small errors, and the certificate says so."""
+    """Large derivatives hide small errors, as the certificate states."""
     x = torch.linspace(0.3, 0.9, n, dtype=torch.float64).requires_grad_()
     keywords = {"fast_mode": True, "check_forward_ad": True, "check_backward_ad": False}
     keywords |= {"check_undefined_grad": False, "check_batched_grad": False}
@@ -997,7 +997,7 @@ def nearly_diagonal(n: int, seed: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 @pytest.mark.parametrize("seed", range(12))
 def test_entries_next_to_those_of_a_pointwise_function(seed: int, dtype: torch.dtype, engine: str) -> None:
-    """The guessed pattern lacks them, so that other entries are sums of two: no sum is reported as an entry."""
+    """The guessed pattern lacks these entries, so other entries are sums of two. No sum is reported as an entry."""
     n = 800 if dtype is torch.float64 else 300
     matrix = nearly_diagonal(n, seed, dtype)
     x = torch.randn(n, dtype=dtype, generator=torch.Generator().manual_seed(seed)).requires_grad_()

@@ -1,4 +1,4 @@
-"""What surrounds a check: grad modes, defaults, torch.compile and the profiler."""
+"""The surroundings of a check: grad modes, defaults, torch.compile and the profiler."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def outcome(check: Callable[..., bool], *arguments: Any, **keywords: Any) -> str
 
 
 def both(name: str, *arguments: Any, **keywords: Any) -> str:
-    """The outcome, after torch has given the same one."""
+    """The outcome, which must be the same in torch."""
     own = outcome(getattr(fastgrad, name), *arguments, **keywords)
     assert outcome(getattr(torch.autograd, name), *arguments, **keywords) == own
     return own
@@ -65,7 +65,7 @@ def test_the_grad_mode_that_is_off_is_named(mode: Callable[[], AbstractContextMa
                 fastgrad.gradcheck(square, (x,))
             with pytest.raises(ValueError, match=f"gradients are disabled here by .*{name}"):
                 fastgrad.gradgradcheck(square, (x,))
-            # Without outputs that depend on x there is nothing to record.
+            # If no output depends on x, nothing is recorded.
             assert fastgrad.gradcheck(lambda v: torch.ones(2, dtype=torch.float64), (x,))
         assert not torch.is_grad_enabled()
     assert torch.is_grad_enabled()
@@ -123,7 +123,7 @@ def test_warnings_point_at_the_line_of_the_caller(check: Any, fast_mode: bool) -
 
 
 class NeedsGradOutput(torch.autograd.Function):
-    """The identity, of whose derivatives none takes an undefined grad_output."""
+    """The identity; none of its derivatives accepts an undefined grad_output."""
 
     @staticmethod
     def forward(ctx: Any, v: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def test_default_dtype_and_device_do_not_matter_and_stay(check: Any, dtype: torc
 
 
 class AllRolled(torch.autograd.Function):
-    """Sin, whose backward gives each element the gradient of another."""
+    """Sin, whose backward gives each element the gradient of another element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def test_verdicts_and_causes_are_those_without_defaults(engine: dict[str, Any], 
 
 
 def derivatives() -> list[Tensor]:
-    """What the functional API, and the numerical Jacobians, give: dense and sparse, by rows and by structure."""
+    """Results of the functional API and of the numerical Jacobians: dense and sparse, by rows and by structure."""
     x, y = leaf(40), leaf(3, 4)
     ones = torch.ones(40, dtype=torch.float64, device="cpu")
     functional = fastgrad.functional

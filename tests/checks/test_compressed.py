@@ -1,4 +1,4 @@
-"""The compressed engine: what structures cost, wrong entries named, and functions that mislead probes."""
+"""The compressed engine: the cost of structures, named wrong entries, and functions that mislead probes."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_auto_keeps_to_the_dense_engine_where_nothing_is_sparse() -> None:
 
 
 SIN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, int] | None]] = {
-    # What stands in the place of grad * cos(x), and the wrong entry.
+    # The backward that replaces grad * cos(x), and the wrong entry.
     "one entry": (lambda x, g: _changed(g * x.cos(), 777, 0.01 * g[777]), (777, 777)),
     "an entry off the pattern": (lambda x, g: _changed(g * x.cos(), 777, 0.01 * g[20]), (20, 777)),
     "rolled": (lambda x, g: (g * x.cos()).roll(1), None),
@@ -176,7 +176,7 @@ def test_wrong_gradients_fail(name: str, blind: bool, monkeypatch: pytest.Monkey
 
 
 class Scale(torch.autograd.Function):
-    """x times a number; its backward's own derivative may be wrong, or missing."""
+    """x times a number; the derivative of its backward may be wrong or missing."""
 
     how = "right"
 
@@ -193,14 +193,14 @@ class Scale(torch.autograd.Function):
             with torch.no_grad():
                 return grad * factor, (grad * x).sum().reshape(1)
         if Scale.how == "other derivative":
-            # The same values, and another derivative with respect to grad.
+            # The same values, but another derivative with respect to grad.
             return grad * factor + (grad - grad.detach()), (grad * x).sum().reshape(1)
         return grad * factor * wrong, (grad * x).sum().reshape(1)
 
 
 @pytest.mark.parametrize("how", ["right", "wrong", "not differentiable", "other derivative"])
 def test_analytical_columns_need_their_proof(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups of columns and 400 of rows; where the derivative of the backward proves nothing, rows are taken."""
+    """With 2 column groups and 400 row groups; rows are used if the derivative of the backward is not verified."""
     monkeypatch.setattr(Scale, "how", how)
     report = compressed(Scale.apply, normal(400), normal(1))
     assert report.passed == (how != "wrong")
@@ -229,7 +229,7 @@ def test_a_dependence_that_the_backward_ignores() -> None:
 
 @pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
 def test_the_certificate_sees_what_the_look_did_not(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where values are large, a smaller step says less, and dismisses nothing."""
+    """If values are large, a smaller step resolves less and cannot dismiss an error."""
     monkeypatch.setattr(sparsity, "explains_look", lambda *_: True)
     func = function(lambda x: _changed(size + x.sin(), 20, 5e-3 * x[777]), lambda x, g: g * x.cos())
     report = compressed(func, normal(2000))
@@ -254,7 +254,7 @@ def _noisy(x: Tensor) -> Tensor:
 
 
 class _Stateful:
-    """Another rounding at every call, as from a cache that is built up."""
+    """Rounding that differs in every call, as from a cache that is filled."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -269,7 +269,7 @@ def _two_paths(x: Tensor) -> Tensor:
 
 
 class _Fragile:
-    """Raises where only some elements have moved."""
+    """Raises if only some elements have moved."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x.detach().clone()
@@ -359,7 +359,7 @@ print(peak.mib * 2**20 / (8 * n))
 
 
 def test_memory_stays_near_the_vectors() -> None:
-    # Every vector is mapped separately, so that live memory counts, not freed memory that the heap keeps.
+    # Every vector is mapped separately, so that freed memory that the heap keeps does not count.
     result = subprocess.run(
         [sys.executable, "-c", VECTORS_HELD],
         cwd=Path(__file__).parents[2],
@@ -377,7 +377,7 @@ def uniform(n: int, seed: int) -> Tensor:
 
 
 def test_neighbors_closer_than_eps_are_measured_one_by_one() -> None:
-    """Closest values 4.5e-10 apart: steps that do not swap them are so small that rounding hides what is below 6e-5."""
+    """Closest values 4.5e-10 apart: steps that do not swap them are so small that rounding hides errors below 6e-5."""
     report = fastgrad.check(lambda v: v.sort()[0], uniform(20_000, seed=4), engine="compressed")
     assert report.passed
     assert report.evaluations <= 240
@@ -504,7 +504,7 @@ def test_second_order_of_a_convolution_is_probed_no_longer_than_it_pays_off() ->
 @pytest.mark.parametrize("engine", ["auto", "compressed"])
 @pytest.mark.parametrize("n", [400, 4000])
 def test_a_backward_in_single_precision_is_certified_below_the_tolerance(n: int, engine: str) -> None:
-    """Products differ from sums of rows by the rounding of single precision, which no row explains."""
+    """Products differ from sums of rows by rounding in single precision, which no row explains."""
     single = function(torch.sin, lambda x, g: (g.float() * x.cos().float()).double())
     x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     report = fastgrad.check(single, x, engine=engine)
@@ -516,7 +516,7 @@ def test_a_backward_in_single_precision_is_certified_below_the_tolerance(n: int,
 
 
 def test_an_undecided_check_states_what_its_backward_may_hide() -> None:
-    """The certificate said "errors of any size"."""
+    """In this case, the certificate once stated "errors of any size"."""
     bent = function(torch.sin, lambda x, g: g * x.cos() + 1e-5 * g.abs())
     x = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     report = fastgrad.check(bent, x, engine="compressed")
@@ -529,7 +529,7 @@ def band(x: Tensor) -> Tensor:
 
 
 class WrongOnAndOffItsPattern(torch.autograd.Function):
-    """Wrong by 0.01 in an entry that func has, and by 7 in one that it has not."""
+    """Wrong by 0.01 in an entry on the pattern, and by 7 in an entry outside of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -588,7 +588,7 @@ def test_a_failure_on_the_pattern_hides_no_larger_one_outside(func: Any, inputs:
 
 
 def test_sums_of_small_entries_next_to_large_ones_are_no_wrong_entry() -> None:
-    # The pattern that is tried lacks the entries 9e-6, so in compressed Jacobians seven of them are added up.
+    # The tried pattern lacks the entries 9e-6, so seven of them are added up in compressed Jacobians.
     n, shared = 400, 50
     generator = torch.Generator().manual_seed(0)
     sizes = 1e7 * (1 + torch.rand(n, dtype=torch.float64, generator=generator))

@@ -1,4 +1,4 @@
-"""Dense rows and columns next to a sparse Jacobian: certified if single calls take long, and wrong ones named."""
+"""Dense rows and columns next to a sparse Jacobian are certified if single calls take long; wrong entries are named."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every problem took long."""
+    """Makes every problem count as slow."""
     set_costs(monkeypatch, single_calls_seconds=0.0)
 
 
 def scale(gradient: Gradient | None = None) -> Callable[[Tensor, Tensor], Tensor]:
-    """X times one number, whose backward cannot be differentiated; gradient: another one, of x, w and grad."""
+    """X times one number; its backward cannot be differentiated. gradient: a wrong gradient, from x, w and grad."""
 
     class Scale(torch.autograd.Function):
         @staticmethod
@@ -48,7 +48,7 @@ def scale(gradient: Gradient | None = None) -> Callable[[Tensor, Tensor], Tensor
 
 
 def loss(gradient: Callable[[Tensor, Tensor], Tensor] | None = None) -> Callable[[Tensor], Tensor]:
-    """The sum of squares; gradient: another one, of y and grad."""
+    """The sum of squares; gradient: a wrong gradient, from y and grad."""
 
     class Loss(torch.autograd.Function):
         @staticmethod
@@ -65,7 +65,7 @@ def loss(gradient: Callable[[Tensor, Tensor], Tensor] | None = None) -> Callable
 
 
 def at(x: Tensor, place: int, factor: float) -> Tensor:
-    """X with one element multiplied."""
+    """X with one element multiplied by a factor."""
     factors = torch.ones_like(x)
     factors[place] = factor
     return x * factors
@@ -116,7 +116,7 @@ def test_both_at_once_and_what_they_cost() -> None:
 
 
 ALONE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, int]] = {
-    # function, inputs, the note, evaluations and VJPs at most
+    # function, inputs, the note, and the largest number of evaluations and VJPs
     "a loss": (lambda x: x.tanh().square().sum(), (normal(N),), "1 dense row", 60),
     "a handful of outputs": (lambda x: torch.stack([x.mean(), x.std(), x.norm()]), (normal(N),), "3 dense rows", 160),
     "a factor": (
@@ -195,7 +195,7 @@ def test_wrong_gradients_fail(name: str) -> None:
 
 
 def test_what_random_vectors_leave_undecided_is_compared_entry_by_entry() -> None:
-    func = both(scale(), loss(lambda y, grad: 2.001 * grad * y))  # within the tolerance, all over
+    func = both(scale(), loss(lambda y, grad: 2.001 * grad * y))  # within the tolerance in all entries
     report = run(func)
     assert report.passed
     assert report.undecided is None
@@ -218,7 +218,7 @@ def test_few_rows_that_are_far_fuller_are_dense() -> None:
 
 
 def weighed(weight: float, offset: float, factor: float) -> Callable[[Tensor], Tensor]:
-    """A loss with one entry of this weight, and another one whose gradient is off by a factor."""
+    """A loss with an entry of this weight, and another entry whose gradient is off by a factor."""
 
     class Weighed(torch.autograd.Function):
         @staticmethod

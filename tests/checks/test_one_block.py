@@ -1,4 +1,4 @@
-"""Small problems: VJPs in one call, vectorized where no Python runs in them; what disagrees is judged row by row."""
+"""Small problems: VJPs in one call, vectorized if they run no Python; disagreements are judged row by row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 
 
 def backward_of(func: Callable[..., Any], inputs: tuple[Tensor, ...], seconds: float = 1e-6) -> Any:
-    """All VJPs, as if an evaluation took this many seconds."""
+    """All VJPs, computed as if an evaluation took this many seconds."""
     with Problem(func, inputs) as problem, mock.patch.object(cost_model, "COSTS", cost_model.CostModel()):
         return one_block.whole_backward(problem, SETTINGS, seconds)
 
@@ -78,7 +78,7 @@ def test_vectorized_rows_are_those_of_single_vjps(name: str) -> None:
         assert left.match.dtypes
         assert left.match.sizes
     assert vectorized.vjps <= singly.vjps
-    assert vectorized.add_up == singly.add_up == (name != "float32")  # its own rounding is looked into
+    assert vectorized.add_up == singly.add_up == (name != "float32")  # rounding in float32 is examined
     assert vectorized.are_zero == singly.are_zero
 
 
@@ -86,7 +86,7 @@ def test_vectorized_rows_are_those_of_single_vjps(name: str) -> None:
 def test_what_agrees_at_once_is_what_is_judged_part_by_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     func, inputs = CASES[name]
     tolerances = Settings(eps=1e-2, atol=1e-2) if name == "float32" else SETTINGS
-    set_costs(monkeypatch, guess_seconds=math.inf)  # however slow the machine is
+    set_costs(monkeypatch, guess_seconds=math.inf)  # for machines of any speed
     at_once = check(func, inputs, tolerances)
     monkeypatch.setattr("fastgrad.checks.dense.agrees", lambda *_: False)
     in_parts = check(func, inputs, tolerances)
@@ -104,7 +104,7 @@ def test_a_wrong_row_is_named_however_it_was_found(row: int) -> None:
     def wrong(x: Tensor) -> Tensor:
         scale = torch.ones(10, dtype=torch.float64)
         scale[row] = 0.0
-        return x * scale + x.detach() * (1 - scale)  # torch's own operators alone: it is vectorized
+        return x * scale + x.detach() * (1 - scale)  # only torch's own operators: it is vectorized
 
     x = leaf(10)
     assert backward_of(wrong, (x,)).vectorized
@@ -129,7 +129,7 @@ def test_the_fault_of_vectorizing_is_none_of_the_function(monkeypatch: pytest.Mo
     monkeypatch.setattr(small, "whole_backward", spoiled)
     report = check(torch.exp, (x,), SETTINGS)
     assert report.passed
-    # All rows again, two of them twice, and one product on the first graph and on a new one; not the other calls.
+    # All rows again, two of them twice, and one product on the first graph and on a new one; no other calls.
     assert report.vjps == backward_of(torch.exp, (x,)).vjps + 10 + 2 + 2
 
 
@@ -180,7 +180,7 @@ def test_hooks_get_one_grad_output_at_a_time(where: str) -> None:
 
 
 def test_what_cannot_be_vectorized_is_run_singly_without_a_word() -> None:
-    def noisy(v: Tensor) -> Tensor:  # recomputed in backward, where vectorizing allows no random numbers
+    def noisy(v: Tensor) -> Tensor:  # backward recomputes it, but vmap allows no random numbers
         return v * (1 + 0 * torch.rand(10, dtype=torch.float64))
 
     def func(x: Tensor) -> Any:
@@ -238,7 +238,7 @@ def test_largest_errors_are_those_of_compare(dtype: torch.dtype) -> None:
 
 
 class Logged(torch.Tensor):
-    """A wrapper subclass that runs Python for every operator, its own gradients' included."""
+    """A wrapper subclass that runs Python for every operator, also for those of its gradients."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Logged:

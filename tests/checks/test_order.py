@@ -17,7 +17,7 @@ FORWARD = Settings(check_forward_ad=True, check_backward_ad=False)
 
 
 class Squared(torch.autograd.Function):
-    """x * x; `tangent` makes the jvp of (x, tangent of x)."""
+    """x * x; its jvp is tangent(x, tangent of x)."""
 
     tangent = staticmethod(lambda x, t: 2 * x * t)
 
@@ -122,7 +122,7 @@ def test_a_backward_that_raises_for_every_grad_output_is_not_called_nonlinear() 
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             raise RuntimeError("for any grad_output")
 
-    # No row of an empty output runs the backward.
+    # An empty output has no row that runs the backward.
     with pytest.raises(RuntimeError, match="for any grad_output"):
         fastgrad.gradcheck(lambda x, y: (Raises.apply(x), y.sin()), (leaf(0), leaf(2)))
 

@@ -1,4 +1,4 @@
-"""Fast mode: finds what slow mode finds, at a cost that does not grow with the Jacobian, and names the entry."""
+"""Fast mode finds the same errors as slow mode and names the entry; its cost does not grow with the Jacobian."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_without_differentiable_outputs() -> None:
 
 
 def test_a_backward_that_needs_all_grad_outputs_at_once() -> None:
-    """Right for grad_outputs of both outputs; silent where one of them alone has one."""
+    """Right if both outputs have a grad_output; returns no gradient if only one of them has."""
 
     class Both(torch.autograd.Function):
         @staticmethod
@@ -248,7 +248,7 @@ def test_miss_rate_is_within_the_bound(rank: str) -> None:
     """Random error matrices under the sketch's own vectors: misses against 2 (threshold / error)^count."""
     from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, direction
 
-    size, trials, ratio, count = 12, 2000, 8.0, 2  # errors of 8 thresholds: misses often enough to count
+    size, trials, ratio, count = 12, 2000, 8.0, 2  # errors of 8 thresholds are missed often enough to be counted
     misses = 0
     generator = torch.Generator().manual_seed(5)
     for trial in range(trials):
@@ -275,7 +275,7 @@ def test_miss_rate_is_within_the_bound(rank: str) -> None:
 
 
 def test_results_that_are_views_of_the_input() -> None:
-    """What func returned for a perturbed input is read before the input is restored."""
+    """Results of func for a perturbed input are read before the input is restored."""
     x = normal(2000)
     assert fast(lambda v: v.view(40, 50), x).passed
 
@@ -372,7 +372,7 @@ def test_clamps_of_large_grad_outputs(most: float) -> None:
 @pytest.mark.parametrize("x", [0.0, 1e-9, 1e-5, 0.3])
 @pytest.mark.parametrize("n", [3, 200])
 def test_steps_below_the_rounding_inside_excuse_no_gradient(n: int, x: float, rest: float) -> None:
-    """In float32, func is constant within small steps, and so is a gradient that is lost."""
+    """In float32, func is constant within small steps, so a zero gradient agrees with small differences."""
 
     def func(x: Tensor) -> Tensor:
         return ((1 + x.float()) - 1).double().detach() + 0 * x + rest * x
@@ -386,7 +386,7 @@ def test_steps_below_the_rounding_inside_excuse_no_gradient(n: int, x: float, re
 def test_what_a_sketch_saw_before_a_noisy_step_does_not_pass(
     n: int, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kink along the second direction only: differences that can prove errors are noisy, the first ones are not."""
+    """With a kink along only the second direction, the first differences are not noisy, but the repeated ones are."""
     monkeypatch.setattr("fastgrad.checks.order.small_check", lambda *_: None)
     calls = 0
     x = torch.linspace(0.1, 1, n, dtype=torch.float64, requires_grad=True)
@@ -418,7 +418,7 @@ def test_what_a_sketch_saw_before_a_noisy_step_does_not_pass(
 
 
 def test_what_an_undecided_check_may_hide_includes_outputs_that_are_verified() -> None:
-    """Outputs of 1e7 x are verified to their own tolerance, in which an error in an entry of zero is hidden."""
+    """Outputs of 1e7 x are verified to their own tolerance, which hides an error of an entry that is zero."""
     error = 0.01
     wrong = torch.zeros(4200, dtype=torch.float64).index_fill_(0, torch.tensor(4104), error)
     report = fast(
@@ -536,7 +536,7 @@ def test_a_backward_that_raises_for_one_hot_grad_outputs_raises(n: int) -> None:
 
 
 class WrongEntry(torch.autograd.Function):
-    """A matrix times the elements of two inputs; one entry of the second input's gradient is wrong by `error`."""
+    """A matrix times the elements of two inputs; the gradient of the second input is wrong by `error` in one entry."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor, matrix: Tensor, error: float) -> Tensor:

@@ -83,7 +83,7 @@ def test_a_large_function_that_is_wrong_for_one_sign_fails(n: int, sign: float) 
 
 @pytest.mark.parametrize(("n", "verdict"), [(100, "passed"), (2500, "undecided")])
 def test_a_jvp_in_single_precision_is_left_to_the_exact_engine(n: int, verdict: str) -> None:
-    """It is undecided below a small error if there are too many entries for that engine."""
+    """If there are too many entries for the exact engine, the check is undecided below a small error."""
 
     class Single(torch.autograd.Function):
         @staticmethod
@@ -114,7 +114,7 @@ def test_right_ones_pass_with_the_smallest_bound(n: int) -> None:
 
 @pytest.mark.parametrize("error", [0.01, -0.01])
 def test_a_wrong_entry_of_a_sum_is_located(error: float) -> None:
-    """Whatever the sign of the error: some seeds located another entry, and a larger step verified the sum."""
+    """For errors of one sign, some seeds once located another entry, and a larger step verified the sum."""
     generator = torch.Generator().manual_seed(1)
     right = torch.randn(300, generator=generator, dtype=torch.float64)
     wrong = right.clone()

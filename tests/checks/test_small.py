@@ -1,4 +1,4 @@
-"""Small checks in a few native calls: what they cost, what they find, and what they hand on to the complete check."""
+"""Small checks in a few native calls: their cost, what they find, and what they pass on to the complete check."""
 
 from __future__ import annotations
 
@@ -57,12 +57,13 @@ def test_right_gradients_pass_at_once(
 @pytest.mark.parametrize(
     ("func", "n", "evaluations", "vjps"),
     [
-        # First, three along the first direction and one along the others, and one for a graph of its own.
-        # Three dense grad_outputs, one with half of it zero, one mostly zero and one constant; zeros, undefined; a
-        # multiple of a dense one on the last graph.
+        # Evaluations: the first one, three along the first direction, one along each other direction, and one for a
+        # new graph. VJPs: three dense grad_outputs, one half zero, one mostly zero and one constant; a zero and an
+        # undefined grad_output; a multiple of a dense one on the first graph.
         (torch.sin, 30, 7, 9),
-        # Another graph; two one-hot grad_outputs and a multiple; a dense one again, and on the other graph it and both
-        # one-hot ones; on the first graph, after the differences, a dense and a one-hot one.
+        # In addition: one evaluation for a third graph; VJPs of two one-hot grad_outputs and a multiple; repeats of a
+        # dense one, of this one and both one-hot ones on the third graph, and of a dense and a one-hot one on the
+        # first graph.
         (function(torch.sin, lambda g, x: g * x.cos()), 30, 8, 18),
     ],
 )
@@ -165,7 +166,7 @@ def test_what_func_raises_once_is_raised(call: int, dtype: torch.dtype, n: int, 
 @pytest.mark.parametrize("fast_mode", [False, True])
 @pytest.mark.parametrize("fault", [lambda y: y.detach(), lambda y: y[:-1], lambda y: y * 1.5])
 def test_a_later_graph_that_is_another_one_is_no_pass(fault: Func, fast_mode: bool) -> None:
-    """In the call that records the graph after the differences, and in no other."""
+    """Only the call that records the graph after the differences is wrong."""
     x, calls, wrong = leaf(6), 0, -1
 
     def func(x: Tensor) -> Tensor:
@@ -195,10 +196,10 @@ def test_where_func_takes_single_steps_only_entries_are_compared() -> None:
 
 @pytest.mark.parametrize("fast_mode", [False, True])
 def test_a_gradient_that_moved_is_no_pass(fast_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the complete check sees nothing of it."""
+    """The check fails even if the complete check does not see the change."""
     monkeypatch.setattr(small.SmallProblem, "repeats", lambda *_: False)
     monkeypatch.setattr(small_sums.torch, "equal", lambda *_: False)
-    assert fastgrad.check(torch.sin, leaf(30), fast_mode=fast_mode).passed  # by the tolerances it is the same
+    assert fastgrad.check(torch.sin, leaf(30), fast_mode=fast_mode).passed  # the same within the tolerances
     monkeypatch.setattr(small, "same_afterwards", lambda *_: False)
     monkeypatch.setattr(small_sums, "differ", lambda *_: True)
     report = fastgrad.check(torch.sin, leaf(30), fast_mode=fast_mode)
@@ -207,7 +208,7 @@ def test_a_gradient_that_moved_is_no_pass(fast_mode: bool, monkeypatch: pytest.M
 
 
 def test_vjps_that_are_not_compared_with_rows_are_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first VJP that is wrong, and differences that are too noisy for the small check to say so."""
+    """The first VJP is wrong, and the differences are too noisy for the small check to show it."""
     monkeypatch.setattr(small_sums, "_agree", lambda *_: False)
     calls = 0
 
@@ -268,7 +269,7 @@ def test_what_needs_care_is_not_called() -> None:
     ids=["silu", "mish", "abs", "inv", "norm", "matrix_exp"],
 )
 def test_rounding_and_zeros_without_memory_need_no_complete_check(func: Any, fast_modes: tuple[bool, ...]) -> None:
-    """Gradients that are recorded, or scaled, may round otherwise; a gradient may be a zero tensor without memory."""
+    """Recorded or scaled gradients may be rounded differently; a gradient may be a zero tensor without memory."""
     x = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     # The first call of an operator in a process takes longer, and then its time counts.
     (gradient,) = torch.autograd.grad(func(x).sum(), x, create_graph=True)
@@ -325,13 +326,13 @@ def test_sums_take_a_larger_step_if_rounding_inside_dominates(n: int) -> None:
     x = torch.linspace(-1, 1, n, dtype=torch.float64, requires_grad=True)
     report = fastgrad.check(lambda x: (1e-3 * x.exp() + 300.0) - 300.0, x, fast_mode=True, atol=1e-7, rtol=0.0)
     assert report.passed
-    # Seven evaluations at eps, and as many at the larger step.
+    # seven evaluations at eps, and seven at the larger step
     assert (report.evaluations, report.vjps) == (16, 9)
 
 
 @pytest.mark.parametrize("call", range(2, 16))
 def test_a_value_that_only_sums_saw_is_not_dropped(call: int) -> None:
-    # Sums that decide nothing are followed by all entries, which do not use these values.
+    # If sums decide nothing, all entries are compared, without these values.
     calls = 0
 
     def wrong_once(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Forward mode of small checks: what it costs, that it reports as the complete check does, and what it finds."""
+"""Forward mode of small checks: its cost, reports equal to those of the complete check, and what it finds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RIGHT: list[tuple[Func, tuple[Any, ...]]] = [
 
 
 def with_jvp(jvp: Jvp) -> Func:
-    """x**2 with a jvp that is given the right tangent and the number of the call."""
+    """x**2; its jvp is computed from the right tangent and the number of the call."""
     calls = 0
 
     class Square(torch.autograd.Function):
@@ -93,8 +93,8 @@ def test_costs() -> None:
     # The first evaluation; two per column; the columns, two that prove linearity, and zero and undefined tangents.
     report = fastgrad.check(torch.sin, leaf(3), **FORWARD)
     assert (report.evaluations, report.vjps, report.jvps) == (1 + 6 + 7, 0, 3 + 2 + 2)
-    # Three along the first direction and one along the others; the three directions, and two that with the
-    # first two add up to zero.
+    # Three evaluations along the first direction, one along each other direction. JVPs: the three directions, two
+    # tangents that add up to zero with the first two directions, and zero and undefined tangents.
     report = fastgrad.check(torch.sin, leaf(30), **FORWARD, fast_mode=True)
     assert (report.evaluations, report.vjps, report.jvps) == (1 + 5 + 7, 0, 3 + 2 + 2)
 
@@ -158,7 +158,7 @@ def test_a_tangent_that_is_complex_once_or_only_if_dense_fails(wrong: int, n: in
 
 @pytest.mark.parametrize("wrong", range(1, 13))
 def test_a_jvp_that_is_wrong_once_at_either_step_fails(wrong: int) -> None:
-    """An output that is curved along the second direction only: the first step disagrees there."""
+    """An output that is curved only along the second direction: the first step disagrees along it."""
     n = 30
     first, second = (direction(n, 0, SKETCH_DIRECTIONS + 16 * k) for k in range(2))
     across = second - (first @ second) / (first @ first) * first
@@ -166,7 +166,7 @@ def test_a_jvp_that_is_wrong_once_at_either_step_fails(wrong: int) -> None:
     x = leaf(n).detach()
     x = (
         x - (x @ across) / (across @ across) * across
-    ).requires_grad_()  # so that rounding is no larger than of x.sin()
+    ).requires_grad_()  # so that rounding is no larger than that of x.sin()
     calls = 0
 
     class Curved(torch.autograd.Function):

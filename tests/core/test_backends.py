@@ -1,4 +1,4 @@
-"""CUDA's libraries while a check runs: what is set, and that it is put back, in whichever way the caller had set it."""
+"""Settings of CUDA's libraries during a check: what is set, and that the caller's settings are restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Isolated builds take the minor version of torch that is installed where fastgrad goes."""
+"""Isolated builds use the minor version of torch that is installed in the target environment."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 def bug_in(file: str) -> Any:
-    """A function that fails as a bug in a file of fastgrad would."""
+    """A function that fails like a bug in a file of fastgrad."""
     path = Path(fastgrad.__file__).parent / file
     names: dict[str, Any] = {}
     exec(compile("def bug(*arguments, **keywords):\n    return {}[0]", str(path), "exec"), names)

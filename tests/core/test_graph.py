@@ -1,4 +1,4 @@
-"""VJPs of small graphs by their nodes: the engine's, bit for bit, or the engine itself."""
+"""VJPs of small graphs by calls of their nodes equal those of the autograd engine, which otherwise runs them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks_of(inputs: Sequence[Tensor]) -> list[native.InputBlock]:
 
 
 def compared(outputs: Sequence[Tensor], inputs: Sequence[Tensor], count: int = 4) -> native.Graph:
-    """The graph, after VJPs that were compared with torch's."""
+    """Compares VJPs with torch's; returns the graph."""
     sizes = [value.numel() * (2 if value.is_complex() else 1) for value in outputs]
     rows = torch.randn(count, sum(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     graph = native.Graph(outputs, inputs)
@@ -106,7 +106,7 @@ def test_what_is_not_plain_is_left_to_the_engine() -> None:
     x = leaf(3)
     output = Counted.apply(x)
     assert not compared((output,), [x]).bypasses_engine
-    assert len(calls) == 8  # four of each: none is run twice
+    assert len(calls) == 8  # four VJPs of each: none is run twice
     hooked = x.sin()
     hooked.register_hook(lambda g: 2 * g)
     assert not compared((hooked * 1,), [x]).bypasses_engine
@@ -140,7 +140,7 @@ def test_hooks_on_saved_tensors() -> None:
 
     x = leaf(3)
     graph = compared((checkpoint(recomputed, x, use_reentrant=False),), [x])
-    assert not graph.bypasses_engine  # which runs the function once per VJP, and not once per saved tensor
+    assert not graph.bypasses_engine  # the engine runs the function once per VJP, not once per saved tensor
 
     def unpack(saved: Tensor) -> Tensor:
         if fails:

@@ -1,4 +1,4 @@
-"""The native state of plain tensors: what it takes, and what it restores bit for bit."""
+"""The native state of plain tensors: which tensors it supports, and what it restores bit for bit."""
 
 from __future__ import annotations
 

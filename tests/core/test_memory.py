@@ -1,4 +1,4 @@
-"""How much memory a check may take, what it takes, and what comes of a want of it."""
+"""How much memory a check may take, how much it takes, and what happens if there is too little."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_groups_of_version_1(proc: Path, tmp_path: Path, where: str) -> None:
     write(tmp_path / where / "memory.usage_in_bytes", f"{2 * GIB}\n")
     write(tmp_path / where / "memory.stat", f"inactive_file 1\ntotal_inactive_file {GIB}\n")
     assert free_bytes(proc, tmp_path) == GIB
-    write(tmp_path / where / "memory.limit_in_bytes", f"{(1 << 63) - 4096}\n")  # the kernel's word for none
+    write(tmp_path / where / "memory.limit_in_bytes", f"{(1 << 63) - 4096}\n")  # the kernel's value for no limit
     assert free_bytes(proc, tmp_path) == 32 * GIB
 
 
@@ -120,7 +120,7 @@ ERRORS = [
 
 
 class Hungry:
-    """Raises for want of memory once, in the evaluation with some number, or in all from there on."""
+    """Raises an out-of-memory error in evaluations number `first` to `last`."""
 
     def __init__(self, error: Exception, first: int, last: int) -> None:
         self.error, self.first, self.last, self.calls = error, first, last, 0
@@ -147,7 +147,8 @@ def test_the_dense_engine_takes_fewer_columns(error: Exception, small: bool, mon
     x = leaf(40)
     if not small:
         monkeypatch.setattr("fastgrad.checks.order.small_check", lambda *_: None)
-    # A small check, which plain Python lacks, has all columns at once. After the next error, the first graph is freed.
+    # A small check (not in plain Python) computes all columns at once. The second error frees the first graph, and the
+    # third is raised in the dense engine.
     last = 52 if small and IS_NATIVE else 50
     report = fastgrad.check(Hungry(error, 50, last), x, engine="dense")
     assert report.passed
@@ -166,7 +167,7 @@ def test_no_memory_is_no_wrong_gradient(error: Exception, engine: str, first: in
 
 
 class Square(torch.autograd.Function):
-    """Its backward raises in one call, or from one on."""
+    """Its backward raises in calls `first` to `last`."""
 
     calls: int
     first: int
@@ -204,7 +205,7 @@ def test_a_want_of_memory_is_told() -> None:
     report = fastgrad.check(torch.sin, leaf(1000), memory_limit=8 * 1000 * 5)
     assert report.plan is not None
     assert report.plan.engine == "dense"
-    assert "memory admits 714 entries of a sparse Jacobian that may have 1000" in report.plan.reason
+    assert "memory allows 714 entries of a sparse Jacobian that may have 1000" in report.plan.reason
     assert "memory for 5 of 1000 columns at a time" in report.plan.reason
 
 
@@ -227,7 +228,7 @@ print(1024 * (after - before), report.plan.memory, report.plan.engine)
 
 
 def measured(setup: str, keywords: str = "") -> tuple[int, int, str]:
-    """The growth of a fresh process's largest resident size in one check, what the plan said of it, and the engine."""
+    """By how much a check increases a new process's peak resident memory, the memory of the plan, and the engine."""
     script = MEASURE.format(setup=setup, keywords=keywords)
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     return int(found[0]), int(found[1]), found[2]
@@ -245,7 +246,7 @@ def measured(setup: str, keywords: str = "") -> tuple[int, int, str]:
 def test_dense_jacobians_take_what_the_plan_says(setup: str) -> None:
     grown, planned, engine = measured(setup)
     assert engine == "dense"
-    assert grown <= 1.2 * planned + (4 << 20)  # of the interpreter, and of func
+    assert grown <= 1.2 * planned + (4 << 20)  # for the interpreter and func
     whole = 8 * 2000 * 2002 if "rfft" in setup else 8 * 1500 * 1500
     assert planned < 1.5 * whole
 

@@ -1,4 +1,4 @@
-"""The compiled module is checked before it is loaded, and importing it all stays cheap."""
+"""The compiled module is checked before it is loaded, and importing fastgrad takes little time."""
 
 from __future__ import annotations
 

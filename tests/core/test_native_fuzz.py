@@ -1,6 +1,7 @@
-"""Whatever a native call is given, it returns or raises: wrong shapes, types, strides, indices, empties, overlaps.
+"""Native calls return or raise for any arguments: wrong shapes, types, strides, indices, empty or overlapping tensors.
 
-In a process of its own, since a crash ends it; FASTGRAD_FUZZ_CALLS is the number of calls of each function.
+It runs in a separate process, because a crash ends the process. FASTGRAD_FUZZ_CALLS is the number of calls of each
+function.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def wide(make: Make, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether torch itself would read what is not there."""
+    """Whether torch itself would read beyond the storage."""
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
         return False
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -82,7 +83,7 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda t: torch.as_strided(t.clone(), t.shape, [1] * t.dim()),
     lambda t: torch.cat([t.reshape(-1), t.reshape(-1)])[t.numel() :].reshape(t.shape),
     lambda t: t.clone().requires_grad_(),
-    # Torch copies a quantized one of these without end.
+    # torch never finishes copying a quantized tensor of this kind
     lambda t: t if t.is_quantized else torch._neg_view(t),
     lambda t: t.conj(),
     lambda t: t.to("meta"),
@@ -110,7 +111,7 @@ def any_tensor(make: Make) -> Tensor:
         plain = wide(make, make.choice(DTYPES), make.choice(SHAPES))
         try:
             return laid_out(make, plain)
-        except (RuntimeError, NotImplementedError, IndexError):  # not with this dtype, or shape
+        except (RuntimeError, NotImplementedError, IndexError):  # not possible with this dtype or shape
             continue
 
 
@@ -146,7 +147,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def changed(make: Make, value: Any, others: list[Tensor]) -> Any:
-    """Something in the place of an argument."""
+    """A value that replaces an argument."""
     if make.mistypes and make.random() < 0.3:
         return make.choice(JUNK)
     if isinstance(value, Tensor):
@@ -199,7 +200,7 @@ def groups_arguments() -> tuple[Any, ...]:
 
 
 class Scene:
-    """A function of five coordinates in two inputs, one of them complex, and all that native calls take of it."""
+    """A function of five coordinates in two inputs, one of them complex, and all arguments that native calls need."""
 
     def __init__(self, make: Make) -> None:
         self.x = torch.ones(3, dtype=torch.float64, requires_grad=True)
@@ -231,12 +232,12 @@ class Scene:
         return outputs
 
     def duals(self) -> tuple[Any, ...]:
-        """Evaluator.tangent_columns at a level of its own."""
+        """Evaluator.tangent_columns at its own level of forward-mode AD."""
         tangents = [torch.zeros(3, dtype=torch.float64), torch.zeros(1, dtype=torch.complex128)]
         return 0, f64(5, 5), self.specs, self.arguments, tangents
 
     def calls(self) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-        """Functions by name, with arguments that are right."""
+        """Functions by name, with valid arguments."""
         e, blocks, specs, groups, graph = self.evaluator, self.blocks, self.specs, self.groups, self.graph
         vjps = self.graph_of(list(self.arguments))
         v = f64(5)
@@ -335,7 +336,7 @@ class Scene:
             plain.call(arguments)
 
     def graph_of(self, inputs: list[Tensor]) -> native.Graph:
-        """Sometimes the same as before, whose nodes may have been run."""
+        """A graph; sometimes the previous one, whose nodes may have been run."""
         if self.vjps is None or self.vjps[0] != [id(value) for value in inputs] or self.make.random() < 0.3:
             self.vjps = [id(value) for value in inputs], native.Graph(self.graph, inputs)
         return self.vjps[1]
@@ -369,7 +370,7 @@ class Scene:
         self.groups_used_in(native.Groups(*given))
 
     def groups_used_in(self, groups: native.Groups) -> None:
-        """What reads groups, also where they were changed since."""
+        """Calls that read groups, which may have been changed meanwhile."""
         if self.make.random() < 0.2:
             for tensor in (groups.coordinates, groups.starts, groups.entries, groups.entry_starts):
                 tensor.resize_(self.make.choice((0, 1, 2, 3))) if self.make.random() < 0.2 else tensor.add_(1)
@@ -381,7 +382,7 @@ class Scene:
             native.vjp_groups(vjps, 0, self.blocks, groups, values, 5, 1, 2.0, True)
 
     def block_used(self, argument: Any, *given: Any) -> None:
-        """An evaluator over a block, whose func asks nothing of its arguments."""
+        """An evaluator over a block, with a func that accepts any arguments."""
         block = native.InputBlock(argument, *given)
         evaluator = native.Evaluator(self.func, (argument,), [block])
         size = evaluator.coordinates().numel()
@@ -398,7 +399,7 @@ class Scene:
 
 
 def operators() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Every operator, as dispatched and by its plain ATen kernel, with arguments that are right."""
+    """Every operator, as dispatched and by its plain ATen kernel, with valid arguments."""
     found: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
     for sample in samples():
         op, arguments = sample.values
@@ -411,7 +412,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 
 def fuzz(calls: int, seed: int) -> None:
-    """Calls everything; says before each function, and after a crash by its seed, which it was."""
+    """Calls everything; prints the function before each call, and the seed that repeats a crash."""
     warnings.simplefilter("ignore")
     names = [*operators(), *Scene(Make(str(seed))).calls()]
     returned = 0

@@ -26,7 +26,7 @@ KERNELS = ["CPU", "CompositeExplicitAutograd"]
 
 
 def call(kernel: str, op: Any, *arguments: Any) -> Any:
-    """One kernel of an operator, whatever the device of its tensors."""
+    """Calls a kernel of an operator, for tensors on any device."""
     return op.default._op_dk(getattr(torch._C.DispatchKey, kernel), *arguments)
 
 
@@ -87,7 +87,7 @@ def test_restoring_is_bit_for_bit(kernel: str) -> None:
 
 
 def bits(value: torch.Tensor) -> np.ndarray:
-    """The real coordinates as the bytes that they are, in C order."""
+    """The bytes of the real coordinates, in C order."""
     flat = (torch.view_as_real(value) if value.is_complex() else value).reshape(-1)
     return flat.contiguous().view(torch.uint8).numpy().reshape(flat.numel(), -1)
 
@@ -130,7 +130,7 @@ def test_another_coordinate_is_restored_in_the_same_call(kernel: str, layout: st
             call(kernel, ops.perturb_coordinate_, one_by_one, origin, coordinate, -1, 0.25, STEP)
             call(kernel, ops.perturb_coordinate_, together, origin, coordinate, -1, 0.25, STEP, restored)
             assert np.array_equal(bits(together), bits(one_by_one))
-            others = torch.tensor([-1, restored, count, 2**62])  # those outside are passed over
+            others = torch.tensor([-1, restored, count, 2**62])  # coordinates outside are skipped
             arguments = (torch.tensor([coordinate]), -1, 0.25, STEP, others)
             call(kernel, ops.perturb_coordinates_, listed, origin, *arguments)
             assert np.array_equal(bits(listed), bits(one_by_one))
@@ -216,7 +216,7 @@ def test_threads_share_a_large_block(name: str) -> None:
         end = time.monotonic() + 20
         while working < 2 and time.monotonic() < end:
             SHARED[name]()
-            # More than the tick or two of a thread that waits for work.
+            # More than one or two ticks: a thread that waits for work uses these.
             working = sum(ticks > before.get(thread, 0) + 2 for thread, ticks in cpu_ticks().items())
     finally:
         torch.set_num_threads(threads)
@@ -385,7 +385,7 @@ def test_central_difference(kernel: str, dtype: torch.dtype) -> None:
 
 
 def compare_oracle(a: np.ndarray, n: np.ndarray, atol: float, rtol: float, equal_nan: bool) -> dict[str, float]:
-    """A plain loop over the entries, with torch.isclose as the judge."""
+    """A plain loop over the entries that compares them by torch.isclose."""
     result = {"mismatches": 0.0, "absolute": 0.0, "relative": 0.0, "excess": -1.0}
     for x, y in zip(a.ravel(), n.ravel(), strict=True):
         close = torch.isclose(torch.tensor(x), torch.tensor(y), atol=atol, rtol=rtol, equal_nan=equal_nan).item()

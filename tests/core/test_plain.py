@@ -1,4 +1,4 @@
-"""Plain Python in place of the compiled module: the same numbers, the same verdicts, and it says so."""
+"""Plain Python in place of the compiled module: the same numbers and verdicts, and a warning."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ constexpr RealType type_of() {
                                                 : RealType::bfloat16;
 }
 
-// A few values around zero, the same ones every time, then -0, NaN and infinity.
+// Values around zero, the same in every call, then -0, NaN and infinity.
 template <typename T = double>
 std::vector<T> numbers(int64_t size, int64_t stream = 0) {
   std::vector<T> values;
@@ -122,7 +122,7 @@ TYPED_TEST(Emulated, PerturbCoordinates) {
   for (const int64_t size : this->sizes) {
     const std::vector<TypeParam> origin = origins<TypeParam>(2 * size + 4);
     std::vector<int64_t> chosen(size);
-    // Others to be restored, and two that are outside, as before the first step and after the last.
+    // Other coordinates to restore, and two outside, as before the first step and after the last.
     std::vector<int64_t> restored = {-1, static_cast<int64_t>(origin.size())};
     for (int64_t k = 0; k < size; k += 3) {
       restored.push_back(2 * k + ((k + 1) % 2));
@@ -308,7 +308,7 @@ TEST_P(EmulatedDoubles, ProjectEntries) {
   const int64_t count = GetParam();
   const std::vector<double> vector = numbers(13, 7);
   const std::vector<double> entries = numbers(count, 8);
-  // Every entry with a target of its own; few targets; one that has nearly all; runs around a window.
+  // Every entry with its own target; few targets; a target of nearly all entries; runs around a window.
   for (const auto& target_of : std::vector<std::function<int64_t(int64_t)>>{
            [](int64_t e) { return 3 * e; }, [](int64_t e) { return e * 3 % 17; },
            [](int64_t e) { return e % 50 == 7 ? e % 17 : 4; }, [](int64_t e) { return e / (entries_window + 1); }}) {
@@ -522,7 +522,7 @@ TEST(EmulatedGrids, MoreWorkThanBlocks) {
     ASSERT_EQ(std::fabs(value), std::fabs(row[0]));
   }
 
-  // Every tile has a wrong entry: the last one's is the worst, and the first of those that tie.
+  // Every tile has a wrong entry. That of the last tile is the worst, and the first of those that tie.
   const int64_t high = 33 * FASTGRAD_MOST_BLOCKS;
   std::vector<double> analytical(high, 1.0);
   for (int64_t i = 0; i < high; i += 32) {
@@ -541,8 +541,8 @@ TEST(EmulatedGrids, MoreWorkThanBlocks) {
   EXPECT_EQ(found.largest_absolute, 2.0);
 }
 
-// Whether the kernels with barriers come out right. Of more pieces than blocks, so that a block takes several, one
-// after the other.
+// Whether the kernels with barriers give right results. There are more pieces than blocks, so that a block processes
+// several pieces in turn.
 bool kernels_with_barriers_are_right() {
   constexpr int64_t pieces = FASTGRAD_MOST_BLOCKS + FASTGRAD_MOST_BLOCKS / 2;
   const auto near = [](double left, double right) { return std::fabs(left - right) <= 1e-12; };
@@ -617,7 +617,7 @@ TEST(Emulation, NoticesEveryBarrierThatIsMissing) {
   EXPECT_TRUE(kernels_with_barriers_are_right());
 }
 
-// What a device tells, the launchers hand on: of every kernel that they launch.
+// The launchers return the launch errors of every kernel that they launch.
 TEST(Emulation, LaunchErrorsAreHandedOn) {
   const std::vector<double> values = numbers(2 * block, 9);
   std::vector<double> out(values.size()), partial(values.size());
@@ -690,7 +690,7 @@ TEST(Emulation, LaunchErrorsAreHandedOn) {
   }
 }
 
-// The emulation itself: barriers that threads do not meet, or not at one place, and launches that no device takes.
+// The emulation itself: barriers that not all threads reach, or at different places, and launches that fail.
 void waits_in_half_of_its_threads() {
   if (threadIdx.x < 32) {
     __syncthreads();

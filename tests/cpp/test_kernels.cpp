@@ -31,7 +31,7 @@ TEST(Step, WidthIsWhatWasAdded) {
   EXPECT_TRUE(std::isfinite(fastgrad::realized_width(1.0f, 1e-6)));
 }
 
-// Every value to float, and every float next to a value or next to the middle between two back.
+// Converts every value to float. Converts back every float next to a value, or next to the middle of two values.
 template <typename Own, typename Other>
 void expect_the_bits_of() {
   for (uint32_t pattern = 0; pattern < 0x10000; ++pattern) {

@@ -1,4 +1,4 @@
-"""The tests of this folder run on a GPU; where they cannot, test_device.py says why in one line."""
+"""The tests of this folder need a GPU; if they cannot run, test_device.py states the reason in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def obstacle() -> str | None:
-    """What keeps these tests from running here, None where nothing does."""
+    """Why these tests cannot run here; None if they can."""
     if not torch.cuda.is_available():
         return "no CUDA device here"
     if importlib.import_module("fastgrad._build").CUDA is None:
@@ -17,7 +17,7 @@ def obstacle() -> str | None:
     return None
 
 
-# Collected, they would be a thousand skipped tests.
+# If they were collected, a thousand skipped tests would be listed.
 collect_ignore_glob = ["test_cuda_*.py"] if obstacle() else []
 
 

@@ -1,4 +1,4 @@
-"""Replays of a CUDA graph, and vmapped batches on CUDA: the loop's columns, and nothing left behind where refused."""
+"""Replays of a CUDA graph and vmapped batches on CUDA give the columns of the loop; refused ones leave no traces."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def complex_func(x: Tensor) -> Tensor:
 
 
 def reserved_memory(device: torch.device) -> int:
-    """What torch's allocator holds, without what can be had again."""
+    """Memory that torch's allocator reserves and cannot free."""
     gc.collect()
     torch.cuda.synchronize(device)
-    torch._C._cuda_clearCublasWorkspaces()  # one a handle and stream, 32 MiB on newer devices
+    torch._C._cuda_clearCublasWorkspaces()  # one per handle and stream, 32 MiB on newer devices
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
 
 
 @pytest.fixture
 def as_before(device: torch.device) -> Iterator[None]:
-    """Stream, generator and allocator are as they were."""
+    """Asserts that stream, generator and allocator are unchanged."""
     torch.zeros(1, device=device)
     generator = torch.cuda.default_generators[device.index]
     streams = [torch.cuda.current_stream(k) for k in range(torch.cuda.device_count())]
@@ -66,7 +66,7 @@ def as_before(device: torch.device) -> Iterator[None]:
     assert torch.cuda.current_device() == current
     assert torch.equal(generator.get_state(), state)
     assert reserved_memory(device) - reserved <= 64 << 20
-    # A generator, or an allocator, that believes to be captured refuses the one, and frees nothing by the other.
+    # If the generator were still in capture mode, set_state would raise. If the allocator were, nothing would be freed.
     torch.rand(8, device=device)
     generator.set_state(state)
     held = reserved_memory(device)
@@ -106,7 +106,7 @@ def test_replayed_rows_are_those_of_the_loop(device: torch.device) -> None:
         (complex_func, (leaf(40, dtype=torch.complex128).detach().to(device).requires_grad_(),)),
     ):
         with Problem(func, arguments) as problem:
-            problem.vjp(torch.ones(1, problem.m, dtype=torch.float64, device=device))  # a graph on this stream, too
+            problem.vjp(torch.ones(1, problem.m, dtype=torch.float64, device=device))  # a graph on this stream
             for output in problem.outputs:
                 for imaginary in (False, True) if output.is_complex else (False,):
                     count = output.tensor.numel()
@@ -134,7 +134,7 @@ def elsewhere(grad: Tensor) -> Tensor:
         (lambda grad: grad * (1.0 if grad.sum() > -9 else 2.0), "backward reads values"),
         (lambda grad: grad + 0 * torch.rand_like(grad), "backward draws random numbers"),
         (elsewhere, "backward uses streams of its own"),
-        (waits, "backward cannot be captured"),  # which is invalid, and no operator shows it
+        (waits, "backward cannot be captured"),  # the capture is invalid, which no operator shows
     ],
 )
 def test_refused_rows(
@@ -155,7 +155,7 @@ def test_refused_rows(
 
 def test_a_graph_of_the_users_keeps_rows_from_being_captured(device: torch.device) -> None:
     x = leaf(40).detach().to(device).requires_grad_()
-    kept = x.sin()  # its node of x is of this stream, and is everybody's
+    kept = x.sin()  # the node of x belongs to this stream, and all graphs of x use it
     with Problem(lambda x: x.cumsum(0), (x,)) as problem:
         refused = pytest.raises(executor.RefusedError, match="backward runs on streams of its own")
         with refused:
@@ -175,7 +175,7 @@ def test_on_a_stream_of_the_users(device: torch.device) -> None:
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         x = torch.zeros(40, dtype=torch.float64, device=device)
-        torch.cuda._sleep(100_000_000)  # what does not wait for the stream sees zeros
+        torch.cuda._sleep(100_000_000)  # code that does not wait for the stream reads zeros
         x.copy_(leaf(40).detach())
         x.requires_grad_()
         with Problem(lambda x: x.cumsum(0).exp(), (x,)) as problem:
@@ -207,7 +207,7 @@ REFUSED: list[tuple[Callable[[Tensor], Tensor], str]] = [
     (lambda x: x.cumsum(0) + torch.ones(40, dtype=torch.float64).to(x.device), "another device"),
     (lambda x: x.cpu().cumsum(0).to(x.device), "another device"),
     (launches_elsewhere, "streams of its own"),
-    # No operator shows it: the capture is invalid.
+    # The capture is invalid, which no operator shows.
     (synchronizes, "cannot be captured"),
     (synchronizes_and_swallows, "cannot be captured"),
 ]
@@ -227,9 +227,9 @@ def test_refused(
         with pytest.raises(executor.RefusedError, match=reason):
             cuda_graph.difference_columns(problem, 0, 40, EPS, False)
         assert torch.equal(x.detach(), bits)
-        # And then one by one, and another capture.
+        # Afterwards single calls are made, then another capture.
         problem.difference_columns(0, 40, EPS, False)
-    generator.set_state(state)  # what func draws stays drawn
+    generator.set_state(state)  # the generator keeps the state after func's draws
     with Problem(lambda x: x.cumsum(0), (x,)) as problem:
         columns = cuda_graph.difference_columns(problem, 0, 40, EPS, False)
         torch.testing.assert_close(columns, torch.ones_like(columns).triu(), rtol=0, atol=1e-8)

@@ -1,4 +1,4 @@
-"""A custom CUDA operator, compiled on the spot: bias + GELU in one kernel, right, and wrong in its last tile."""
+"""A custom CUDA operator that the test compiles: bias + GELU in one kernel, right, and wrong in its last tile."""
 
 from __future__ import annotations
 

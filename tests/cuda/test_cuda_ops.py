@@ -1,4 +1,4 @@
-"""CPU = CUDA, operator by operator: bit for bit, and sums to rounding; nothing waits for the device."""
+"""Every operator gives the same on CPU and CUDA, bit for bit (sums up to rounding), and never waits for the device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def origins(dtype: torch.dtype, size: int) -> Tensor:
-    """Awkward values among random ones."""
+    """Random values and special ones."""
     values = numbers(dtype, size)
     special = torch.tensor([1e4, -0.0, math.inf, math.nan, 1e-3])[: max(0, size - 1)]
     values[: special.numel()] = special.to(values.real.dtype)
@@ -47,7 +47,7 @@ def real_coordinates(dtype: torch.dtype, size: int) -> int:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Raises where torch waits for the device."""
+    """Makes torch raise if it waits for the device."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -65,7 +65,7 @@ def on(device: torch.device, value: Any) -> Any:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equal, signs of zeros included; NaNs count as equal whatever their bits."""
+    """Whether values are equal, including signs of zeros; all NaNs are equal."""
     pair = [torch.view_as_real(value) if value.is_complex() else value for value in (left, right)]
     nan = [value.isnan() for value in pair]
     equal = torch.equal(*nan) and torch.equal(*(value.signbit() & ~value.isnan() for value in pair))
@@ -231,7 +231,7 @@ def test_runs_on_the_current_stream(device: torch.device) -> None:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # what runs elsewhere overtakes it
+        torch.cuda._sleep(100_000_000)  # work on other streams overtakes it
         x.fill_(3.0)
         out = torch.empty_like(x)
         ops.flatten_(out, x)

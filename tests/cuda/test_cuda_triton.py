@@ -27,7 +27,7 @@ def swish_kernel(x, y, size, block: tl.constexpr):  # type: ignore[no-untyped-de
     tl.store(y + where, v / (1 + tl.exp(-v)), mask=inside)
 
 
-# The elements from `end` on get the gradient of the identity: a tail that was forgotten.
+# The elements from `end` on get the gradient of the identity, as if the tail was forgotten.
 @triton.jit
 def swish_backward_kernel(dy, x, dx, size, end, block: tl.constexpr):  # type: ignore[no-untyped-def]
     where = tl.program_id(0) * block + tl.arange(0, block)
@@ -51,7 +51,7 @@ def operator(end: int) -> Callable[..., Tensor]:
         def backward(ctx: Any, dy: Tensor) -> Tensor:
             (x,) = ctx.saved_tensors
             dx = torch.empty_like(x)
-            # A kernel on pointers takes strides as they come: grad_outputs need not be contiguous.
+            # A kernel that takes pointers ignores strides, but grad_outputs need not be contiguous.
             blocks = (triton.cdiv(x.numel(), BLOCK),)
             swish_backward_kernel[blocks](dy.contiguous(), x, dx, x.numel(), end, block=BLOCK)
             return dx

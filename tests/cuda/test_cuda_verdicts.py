@@ -1,4 +1,4 @@
-"""Verdicts on a GPU: planted errors, operators, engines and modes; what a check does there and what it leaves alone."""
+"""Verdicts on a GPU: planted errors, operators, engines and modes; what a check changes on the device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tupl
 
 
 def exp_and_move(x: Tensor) -> Tensor:
-    y = x.exp()  # its backward needs y alone
+    y = x.exp()  # its backward needs only y
     x.data.add_(1.0)
     return y
 

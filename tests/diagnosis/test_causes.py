@@ -1,4 +1,4 @@
-"""The cause named first is the planted one; where nothing speaks for a cause, none is named."""
+"""The cause that is named first is the planted one; without evidence, none is named."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from tests.planted.row import Planted
 
 PLANTED = [*CAUSES, *BLIND]
 
-# What is said first of these, in place of their cause.
+# The cause that is named first for these mistakes, which is not the planted one.
 CONFUSED: dict[str, CauseName | None] = {
-    # Its dimensions are not those of the tensor.
+    # The dimensions of the mistake are not those of the tensor.
     "elementwise, tiles transposed in place": None,
-    # What forward kept is no input at another place, and nothing writes it again.
+    # The kept tensor is not the input at another point, and later calls do not overwrite it.
     "activation changed in place after it was kept": None,
     "output kept, then scaled in place": None,
     "one workspace for two layers": None,
 }
 
 
-# Planted by the author of the diagnosis, or in OPERATORS.
+# Causes that are planted only by the author of the diagnosis, or in OPERATORS.
 WITHOUT_BLIND_CASE: set[CauseName] = {
     "modified grad_output",
     "dependent inputs",
@@ -58,7 +58,7 @@ WITHOUT_BLIND_CASE: set[CauseName] = {
 
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said must not depend on what else the machine is doing."""
+    """Causes must not depend on the load of the machine."""
     monkeypatch.setattr(experiments, "SECONDS", 60.0)
 
 
@@ -110,21 +110,21 @@ def test_every_engine_leads_to_the_same_cause(keywords: dict[str, Any]) -> None:
             assert failed(row, **keywords).causes[0].name == row.cause, row.name
 
 
-# What the words of OPERATORS are called here.
+# Names of the causes in OPERATORS, as reports call them.
 SYNONYMS: dict[str, CauseName] = {
     "detached": "constant part",
-    # The input for the result, or the reverse: not what backward takes it for.
+    # the input instead of the result, or the reverse
     "wrong tensor": "saved tensor",
 }
 
-# What is said first of these, in place of a cause that is true.
+# The cause that is named first for these mistakes; it is not among their true causes.
 MISSED: dict[str, CauseName | None] = {
-    # True in other words: a convolution's transpose has the flipped kernel.
+    # This cause is also true: the transpose of a convolution has the flipped kernel.
     "convolution, kernel not flipped": "transposed",
     "image convolution, kernel not flipped": "transposed",
     "convolution, flipped along one of two dimensions": "transposed",
     "convolution, weight's gradient flipped": "permuted",
-    # A stride is no slice.
+    # A stride is not a slice.
     "tiles of four, last of each forgotten": "zero gradient",
     "cross entropy, ignored rows have a gradient": None,
 }
@@ -195,7 +195,7 @@ def report_of(
     evidence: Evidence | None = None,
     **of_failure: Any,
 ) -> Report:
-    """Of a failed check with these Jacobians, shape (outputs, inputs)."""
+    """The report of a failed check with these Jacobians, shape (outputs, inputs)."""
     i, j = torch.ones(analytical.shape).nonzero(as_tuple=True)
     a, n = analytical[i, j], numerical[i, j]
     failing = (a - n).abs() > 1e-5 + 1e-3 * n.abs()
@@ -480,7 +480,7 @@ EXPERIMENTS: list[tuple[Evidence, CauseName]] = [
 
 @pytest.mark.parametrize(("found", "cause"), EXPERIMENTS)
 def test_what_experiments_tell(found: Evidence, cause: CauseName | None) -> None:
-    """One wrong entry, -1 for 1, in the imaginary part."""
+    """The imaginary part has one wrong entry, -1 instead of 1."""
     report = report_of(torch.tensor([[-1.0]]).double(), torch.tensor([[1.0]]).double(), ((), ()), part="imaginary")
     slopes = tuple(Difference(h, 2 * h * slope, slope) for h, slope in ((1e-6, 3.0), (1e-9, -1.1)))
     failure = replace(report.failure, convergence=slopes)
@@ -566,7 +566,7 @@ def test_other_failures_are_silent(kind: Any) -> None:
     assert diagnose(Report(Failure(kind, 0, 0, 0, 0), Settings(), None, 1, 1, 2, 0, 0.1)) == ()
 
 
-# Where no sample could be taken, sums over all wrong entries.
+# If no sample could be taken, sums over all wrong entries are the evidence.
 
 
 def sums(analytical: float, numerical: float, product: complex, mismatches: int = 12) -> Comparison:
@@ -598,7 +598,7 @@ def test_zero_from_sums() -> None:
 
 
 class Cube(torch.autograd.Function):
-    """x^3; the gradient is off by a share that differs from element to element, or by one factor near 1."""
+    """x^3; the gradient is off by a share that differs between elements, or by a common factor near 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:

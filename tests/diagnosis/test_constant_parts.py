@@ -1,4 +1,4 @@
-"""What autograd or a backward takes for a constant is named, with its operator and line; nothing else is."""
+"""Names only the results that autograd or a backward treats as constants, with operator and line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def leaf(*shape: int, seed: int = 0) -> Tensor:
 
 
 class RootMeanSquare(Function):
-    """Right; its second derivative is not, since forward saves what depends on x."""
+    """A right gradient with a wrong second derivative, because forward saves a value that depends on x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class RootMeanSquare(Function):
 
 
 class Recomputed(RootMeanSquare):
-    """Right, twice."""
+    """A right gradient and a right second derivative."""
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
@@ -52,7 +52,7 @@ class Recomputed(RootMeanSquare):
 
 
 class Constant(RootMeanSquare):
-    """As if the root mean square were a constant."""
+    """Treats the root mean square as a constant."""
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
@@ -61,7 +61,7 @@ class Constant(RootMeanSquare):
 
 
 class Swish(Function):
-    """Without the first term of the product rule."""
+    """Omits the first term of the product rule."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

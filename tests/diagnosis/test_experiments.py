@@ -1,4 +1,4 @@
-"""Evidence costs nothing where a check passes and little where it fails; it changes no verdict and no input."""
+"""Evidence costs nothing if a check passes and little if it fails; it changes no verdict and no input."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.planted.row import function
 
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said must not depend on what else the machine is doing."""
+    """Evidence must not depend on the load of the machine."""
     monkeypatch.setattr(experiments, "SECONDS", 60.0)
 
 
 class Counted:
-    """A function and its backward, counted: sin, with a gradient that is a factor off."""
+    """sin, with a gradient that is off by a factor; counts its calls and those of its backward."""
 
     def __init__(self, factor: float = 2.0, scale: Callable[[Tensor], Any] = lambda x: 1.0) -> None:
         self.calls = 0
@@ -104,12 +104,12 @@ def test_slow_functions_are_not_called_again(monkeypatch: pytest.MonkeyPatch) ->
     assert report.evidence is not None
     assert report.evidence.calls == 0
     assert func.calls == report.evaluations
-    # What the engine knew says enough.
+    # The entries that the engine measured are sufficient evidence.
     assert [cause.name for cause in report.causes] == ["constant factor"]
 
 
 def raising_after(calls: int, error: BaseException) -> Callable[[Tensor], Tensor]:
-    """2 x with a gradient of 3, that raises from some call of either on."""
+    """2 x with a gradient of 3; raises after this many calls of func and backward."""
     count = 0
 
     def tick() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that end, stop, raise or skip a collective during a check: how the others end.
+"""Ranks that exit, stop, raise or skip a collective during a check: how the other ranks end.
 
     python -m tests.distributed.faults 500
     python -m tests.distributed.faults 100 sharded
@@ -44,7 +44,7 @@ SHARDED_KINDS = (*LOST, "raises in forward", "raises in backward")
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rank does at one of its calls."""
+    """The fault of a rank at one of its calls."""
 
     kind: str
     rank: int
@@ -56,7 +56,7 @@ class Fault:
 
 
 def sums(fault: Fault) -> Any:
-    """Sums of the elements up to each, whose work ranks share, in which the fault happens."""
+    """A cumulative sum in which the fault happens, for a check whose work is shared."""
     calls = {"forward": itertools.count(1), "backward": itertools.count(1)}
 
     def call(where: str) -> None:
@@ -132,7 +132,7 @@ def take_part(fault: Fault, out: Path) -> None:
             )
     except fastgrad.distributed.RankError as error:
         said["error"] = str(error)
-    except ValueError as error:  # what func raises on rank 0 is raised there
+    except ValueError as error:  # rank 0 raises the exceptions of func
         said["error"] = f"rank {rank} raised {error}"
     said["as before"] = torch.equal(x, before[0]) and torch.equal(w, before[1])
     out.with_suffix(f".{rank}").write_text(json.dumps(said))
@@ -140,12 +140,12 @@ def take_part(fault: Fault, out: Path) -> None:
 
 
 def run(fault: Fault) -> list[str]:
-    """What is wrong with how the surviving ranks ended; nothing where all is well."""
+    """What is wrong in the way that the surviving ranks ended; empty if nothing is."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rank"
         survivors = [rank for rank in range(fault.count) if rank != fault.rank or fault.kind not in LOST]
         with started_ranks(fault.count, "tests.distributed.faults", json.dumps(asdict(fault)), str(out)) as started:
-            end, problems = time.monotonic() + 20.0 + LIMIT, []  # 20 s to begin with: imports
+            end, problems = time.monotonic() + 20.0 + LIMIT, []  # 20 s for imports
             for rank in survivors:
                 try:
                     started[rank].wait(max(0.1, end - time.monotonic()))

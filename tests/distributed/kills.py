@@ -1,8 +1,8 @@
-"""Checks that are killed again and again, and go on from their checkpoint: what they report in the end.
+"""Checks that are killed repeatedly and resume from their checkpoint must report the same in the end.
 
     python -m tests.distributed.kills 50
 
-kills this many of them, on one rank and on two in turn, and prints reports that differ from an uninterrupted check's.
+kills 50 checks, on one and on two ranks in turn, and prints reports that differ from those of uninterrupted checks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _CALLS = itertools.count(1)
 
 
 def keep_all() -> None:
-    """Has all work go into the checkpoint, item by item, at once."""
+    """Makes all work go into the checkpoint immediately, item by item."""
     problem.WORTH_KEEPING, checkpoint.COMMIT_SECONDS, workers._PART_SECONDS = -1.0, -1.0, (0.0, 0.0)
 
 
 def killed_at(call: int, func: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that kills its process at one of its calls: of rank 0, of another if it is negative, of none if 0."""
+    """func; its process is killed at call number `call` on rank 0, or -call on another rank if negative; 0: never."""
 
     def killing(*arguments: Tensor) -> Any:
         number = next(_CALLS) if os.environ["RANK"] == "0" else -next(_CALLS)
@@ -48,12 +48,12 @@ def killed_at(call: int, func: Callable[..., Any]) -> Callable[..., Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         return func(*arguments)
 
-    os.environ["KILLED_AT"] = str(call)  # no part of what the checkpoint knows func by
+    os.environ["KILLED_AT"] = str(call)  # the checkpoint does not compare the environment
     return killing
 
 
 def take_part(name: str, call: int, path: Path, out: Path) -> None:
-    """A rank of one check, of as many as the environment says."""
+    """Runs one rank of a check; the environment has the number of ranks."""
     torch.set_num_threads(1)
     keep_all()
     group = None
@@ -68,7 +68,7 @@ def take_part(name: str, call: int, path: Path, out: Path) -> None:
 
 
 def run(name: str, call: int, ranks: int, path: Path) -> tuple[int, dict[str, Any]] | None:
-    """The calls of func that rank 0 made, and its report; None where it was killed."""
+    """The number of calls of func on rank 0, and its report; None if it was killed."""
     out = path.with_suffix(".json")
     out.unlink(missing_ok=True)
     with started_ranks(ranks, "tests.distributed.kills", name, str(call), str(path), str(out)) as started:
@@ -79,7 +79,7 @@ def run(name: str, call: int, ranks: int, path: Path) -> tuple[int, dict[str, An
 
 
 def after_kills(name: str, calls: Sequence[int], ranks: Sequence[int]) -> tuple[int, int, dict[str, Any]]:
-    """A check that is killed at some calls: how often it was, the calls of its last run, and what that reports."""
+    """Kills a check at some calls; returns the number of kills, the calls of the last run, and its report."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
         for kills, (call, count) in enumerate(zip([*calls, 0], ranks, strict=True)):
@@ -101,7 +101,7 @@ def main() -> None:
             whole = run(name, 0, 1, Path(folder) / "checkpoint")
         assert whole is not None
         ranks = [1 + (number + turn) % 2 for turn in range(3)]
-        # Another rank than the first makes few calls, if it begins late.
+        # A rank other than 0 makes few calls if it begins late.
         late = whole[0] * (4 + number % 5) // 9
         calls = [late if count == 1 else late // 2 if number % 4 < 2 else -2 for count in ranks[:2]]
         killed, last, report = after_kills(name, calls, ranks)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(count: int, module: str, *arguments: str) -> str:
-    """What the ranks print; fails where a rank does."""
+    """What the ranks print; fails if a rank fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command += ["-m", module, *arguments]
@@ -33,7 +33,7 @@ def started_ranks(count: int, module: str, *arguments: str, err: str = os.devnul
 
     err: the beginning of the names of files to which they write their errors.
     """
-    # As torchrun has it: the store is in a process of its own, and outlives rank 0.
+    # As with torchrun, the store is in a separate process that outlives rank 0.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count)}
     address |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}

@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def outcome(row: Row, rank: int, count: int, keywords: dict[str, Any]) -> dict[str, Any]:
-    """What a rank says of a row."""
+    """The result of a row on this rank."""
     func, inputs, own = row.make(rank, count)
     before = [value.detach().clone() for value in inputs]
     report = fastgrad.distributed.check(func, inputs, **own, **keywords)

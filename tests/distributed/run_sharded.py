@@ -1,4 +1,4 @@
-"""Runs under torchrun with 4 ranks: checks that groups of 1, 2 and 4 ranks share; each rank writes what it got.
+"""Runs under torchrun with 4 ranks: checks that groups of 1, 2 and 4 ranks share; each rank writes its results.
 
 torchrun --nproc-per-node 4 -m tests.distributed.run_sharded OUT
 """
@@ -56,7 +56,7 @@ def _window_gradient(g: Tensor, x: Tensor) -> Tensor:
 
 
 def checks() -> dict[str, Check]:
-    """By names: planted mistakes and their right twins; then modes and engines, each right and wrong."""
+    """Checks by name: planted mistakes and their right twins, then modes and engines, each right and wrong."""
     found: dict[str, Check] = {}
     for row in ROWS:
         if not any(part in row.name for part in _LEFT_OUT):
@@ -92,7 +92,7 @@ RAISED = {
 
 
 def raising(name: str, rank: int) -> Check:
-    """One of these; the last rank of any group is not 0."""
+    """A check whose calls differ between ranks, or that raises. The last rank of any group is not rank 0."""
     make, keywords = normal((3, 4)), {"engine": "dense"}
     if name == "other values":
         return torch.sin, lambda: [value.detach().add(rank).requires_grad_() for value in make()], keywords
@@ -119,9 +119,9 @@ class _RaisesOnce:
 
 
 def share_all() -> list[int]:
-    """Has all work shared, in short messages, and rank 0 leave the first part to others; counts the parts done here."""
+    """Makes all work shared, in short messages; rank 0 leaves the first part to others. Counts this rank's parts."""
     problem.WORTH_SHARING, workers._SEGMENT = -1.0, 512
-    # As on a quick machine: on a busy one, ranks and one rank might choose other engines, or run other VJPs.
+    # Costs of a fast machine, so that one rank and several choose the same engines and VJPs on a busy one.
     one_block.SHARED_SECONDS = math.inf
     cost_model.COSTS = replace(
         cost_model.COSTS, guess_seconds=math.inf, trial_seconds=math.inf, vectorized_seconds=math.inf
@@ -146,7 +146,7 @@ def share_all() -> list[int]:
 
 
 def outcome(func: Callable[..., Any], make: Any, keywords: dict[str, Any], group: Any) -> dict[str, Any]:
-    """What a check says, without what depends on the machine."""
+    """The result of a check, without values that depend on the machine."""
     inputs = make()
     before, state = [value.detach().clone() for value in inputs], torch.get_rng_state()
     try:

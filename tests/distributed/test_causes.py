@@ -1,4 +1,4 @@
-"""Causes and words for what several ranks did, from made-up gradients, answers and troubles."""
+"""Causes and messages for errors between ranks, from synthetic gradients, answers and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fastgrad.distributed.check refuses, in a group of one rank; and that arguments are as they were."""
+"""What fastgrad.distributed.check rejects, in a group of one rank; arguments are unchanged afterwards."""
 
 from __future__ import annotations
 

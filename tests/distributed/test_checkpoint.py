@@ -1,4 +1,4 @@
-"""A check that is cut off goes on from its checkpoint, and reports what it would have reported."""
+"""An interrupted check resumes from its checkpoint and gives the report of an uninterrupted check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALL = {"func": "sin", "atol": "1e-05"}
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a checkpoint, into which all work goes, item by item."""
+    """The path of a checkpoint into which all work goes, item by item."""
     monkeypatch.setattr("fastgrad.sharding.problem.WORTH_KEEPING", -1.0)
     monkeypatch.setattr("fastgrad.sharding.checkpoint.COMMIT_SECONDS", -1.0)
     monkeypatch.setattr("fastgrad.sharding.workers._PART_SECONDS", (0.0, 0.0))
@@ -137,7 +137,7 @@ def test_a_part_is_taken_once(path: Path) -> None:
 
 
 def test_columns_of_another_function_are_refused(path: Path) -> None:
-    """Only the class identifies an object as the same: sums of its columns show what it computes."""
+    """Objects are identified only by their class; sums of their columns show that they compute something else."""
     x = torch.linspace(-1, 1, 40, dtype=torch.float64, requires_grad=True)
     scale = torch.ones(40, dtype=torch.float64)
     factors = [scale, scale.clone()]
@@ -160,7 +160,7 @@ def test_columns_of_another_function_are_refused(path: Path) -> None:
 
 
 def test_columns_of_another_forward_are_refused(path: Path) -> None:
-    """A forward that is another one now does not pass by columns that fit its backward."""
+    """A forward that was changed does not pass because of saved columns that agree with its backward."""
     x = torch.linspace(-1, 1, 40, dtype=torch.float64, requires_grad=True)
     state = {"changed": False, "calls": 0}
 
@@ -183,7 +183,7 @@ def test_columns_of_another_forward_are_refused(path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_groups_of_another_function_are_refused(part: str, path: Path) -> None:
-    """A band whose entry in row 30 and column 33 is another one now, forward or backward alone."""
+    """A band matrix; the entry in row 30 and column 33 was changed, only in forward or only in backward."""
     x = torch.linspace(-1, 1, 200, dtype=torch.float64, requires_grad=True)
     state = {"changed": False, "calls": 0}
 
@@ -215,7 +215,7 @@ def test_groups_of_another_function_are_refused(part: str, path: Path) -> None:
 
 
 def test_rows_of_another_backward_are_refused(path: Path) -> None:
-    """A backward that is wrong now does not pass by rows from when it was right."""
+    """A backward that is wrong now does not pass because of saved rows from when it was right."""
     x = torch.linspace(-1, 1, 40, dtype=torch.float64, requires_grad=True)
     state = {"wrong": False, "vjps": 0}
 

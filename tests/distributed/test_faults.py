@@ -1,4 +1,4 @@
-"""A rank that ends, stops or skips a collective during a check: the others end with an error that names it."""
+"""If a rank exits, stops or skips a collective during a check, the others end with an error that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts and whole tensors: they make one another, and what does not fit is named."""
+"""Parts are combined to whole tensors and the reverse; parts that do not fit are named."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def results(count: int) -> Said:
 
 
 def run(count: int, runs: Runs) -> Said:
-    """What each rank says of each row, by its name and the keywords."""
+    """The result of each row on each rank, by the name of the row and its keywords."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows"
         run_ranks(count, "tests.distributed.run_rows", str(out), json.dumps(runs), err=f"{out}.err")

@@ -1,4 +1,4 @@
-"""One check over several ranks says what one rank says; a rank that differs, raises, ends or stops ends it."""
+"""A check over several ranks gives the report of one rank; it ends if a rank differs, raises, exits or stops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_SHARED = ("fast", "lower dtype", "forward mode, right", "second derivatives,
 
 @functools.cache
 def said() -> dict[str, dict[tuple[int, int], tuple[int, dict[str, Any]]]]:
-    """By the name of a check: by the number of ranks, 0 for none, and the rank, the parts done there and the report."""
+    """By check, then by (number of ranks, or 0 without a group; rank): the parts computed there, and the report."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "said"
         run_ranks(max(SIZES), "tests.distributed.run_sharded", str(out), err=f"{out}.err")

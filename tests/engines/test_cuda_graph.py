@@ -1,6 +1,6 @@
-"""Replays of a captured step, on a double of torch.cuda that records operators below autograd and runs them again.
+"""Replays of a captured step, on a substitute for torch.cuda that records operators below autograd and repeats them.
 
-The double does as a capture does: nothing that is recorded takes effect, and memory made meanwhile holds garbage.
+As in a capture, recorded operators have no effect, and memory that is allocated meanwhile contains garbage.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Generator:
 
 
 class Cuda:
-    """What fastgrad.engines.cuda_graph uses of torch.cuda."""
+    """The parts of torch.cuda that fastgrad.engines.cuda_graph uses."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -166,7 +166,7 @@ class Stream:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     double = Cuda()
-    # The tensors are the CPU's: a small problem of a device is not set up in one call.
+    # The tensors are on the CPU, but a small problem on a device is not set up in one call.
     monkeypatch.setattr(order, "small_check", lambda *_: None)
     monkeypatch.setattr(cuda_graph, "cuda", double)
     monkeypatch.setattr(cuda_graph, "_abandoned", [])
@@ -264,7 +264,7 @@ def test_a_graph_holds_a_bounded_number_of_steps(cuda: Cuda, monkeypatch: pytest
 
 def test_a_func_that_raises_after_the_replays(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 10)
-    x = leaf(40)  # four columns at a time, one of the 37 is left
+    x = leaf(40)  # four columns at a time, so one of the 37 is left
     bits = x.detach().clone()
     func = Counted(1 + 2 * (cuda_graph.EAGER_STEPS + 4) + 1, raising(ValueError))
     with Problem(func, (x,)) as problem, pytest.raises(executor.RefusedError, match="cannot be repeated"):
@@ -340,7 +340,7 @@ def test_memory_that_a_capture_found_is_kept(cuda: Cuda) -> None:
 
 
 class Counted:
-    """A cumulative sum that changes with its calls, from one of them on."""
+    """A cumulative sum that changes from some call on."""
 
     def __init__(self, call: int, then: Callable[[Tensor], Tensor]) -> None:
         self.calls, self.call, self.then = 0, call, then
@@ -351,7 +351,7 @@ class Counted:
 
 
 def test_what_depends_on_the_number_of_calls_does_not_agree(cuda: Cuda) -> None:
-    # One call for the outputs, two for each step, and two captured: from the next on, twice as much.
+    # One call for the outputs, two for each step, and two captured. From the next call on, results are doubled.
     func = Counted(1 + 2 * (cuda_graph.EAGER_STEPS + 1) + 1, lambda x: 2 * x.cumsum(0))
     with Problem(func, (leaf(40),)) as problem:
         columns = cuda_graph.difference_columns(problem, 0, 40, EPS, False)
@@ -498,7 +498,7 @@ def test_only_errors_of_func_are_leads(
     replaying: Cuda, error: Exception, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first capture may fail because a library is initialized in it; func that raises once is not deterministic."""
-    set_costs(monkeypatch, trial_columns=10**9)  # no batches, however long a call takes
+    set_costs(monkeypatch, trial_columns=10**9)  # no batches, for any duration of a call
     raised = []
 
     def func(x: Tensor) -> Tensor:
@@ -524,7 +524,7 @@ def test_refused_replays_are_told(replaying: Cuda) -> None:
 
 
 def rows_of(problem: Problem, first: int, count: int, replayed: bool) -> list[Tensor]:
-    """By output, real and imaginary parts."""
+    """The rows of each output; of a complex output, for the real part and then for the imaginary part."""
     return [
         next(cuda_graph.analytical_rows(problem, output, imaginary, first, [count], problem.inputs))
         if replayed
@@ -633,7 +633,7 @@ def test_threads_that_cannot_touch_cuda_do_not_matter(cuda: Cuda, monkeypatch: p
     of_a_notebook.__module__ = "ipykernel.iostream"
     thread = threading.Thread(target=of_a_notebook)
     thread.start()
-    _thread.start_new_thread(wait, ())  # as autograd's threads are, which threading did not make
+    _thread.start_new_thread(wait, ())  # like autograd's threads, which the threading module did not make
     deadline = time.monotonic() + 60
     while not any(isinstance(other, threading._DummyThread) for other in threading.enumerate()):
         assert time.monotonic() < deadline
@@ -776,7 +776,7 @@ def test_a_trial_of_rows_that_is_refused_once_is_a_lead(
 COMPRESSED = Settings(engine="compressed")
 
 
-# Of more than 1,024 elements: less is copied without operators on the CPU, which no double could record.
+# More than 1,024 elements: fewer are copied on the CPU without operators, which could not be recorded.
 
 
 @pytest.fixture
@@ -838,7 +838,7 @@ def test_groups_of_a_wrong_gradient_fail_one_by_one(replaying_groups: Cuda, monk
 
 @pytest.mark.parametrize("is_once", [False, True])
 def test_groups_that_replays_get_wrong_are_taken_one_by_one(replaying_groups: Cuda, is_once: bool) -> None:
-    """Replays that are always wrong say nothing about func; if they are wrong once, func gave other values."""
+    """Replays that are always wrong are no evidence about func; if they are wrong once, func gave other values."""
     buffer = torch.ones((), dtype=torch.float64)
     begun = []
 
@@ -901,7 +901,7 @@ def test_which_groups_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) 
 
 
 def on(*devices: torch.device) -> Any:
-    """A problem as far as an obstacle to capturing is concerned."""
+    """A substitute for a problem, with the devices that may prevent a capture."""
     blocks = [SimpleNamespace(tensor=SimpleNamespace(device=device)) for device in devices]
     return SimpleNamespace(device=devices[0], inputs=blocks, outputs=blocks[-1:])
 

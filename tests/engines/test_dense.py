@@ -1,4 +1,4 @@
-"""The dense engine: its cost is part of the contract, and its blocks cover every entry once."""
+"""The dense engine: its number of calls is part of the contract, and its blocks cover every entry once."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("func", "inputs", "evaluations", "vjps"),
     [
-        # 2 n differences, one to learn the outputs, whose graph serves, one for a graph after them; m rows, two of them
-        # twice, 4 for linearity, one of zeros, one of nothing, one afterwards.
+        # Evaluations: 2 n for differences, one for the outputs and the first graph, one for a graph after differences.
+        # VJPs: m rows, two of them twice, 4 for linearity, a zero and an undefined grad_output, one on the new graph.
         (torch.sin, (leaf(4),), 2 * 4 + 2, 4 + 2 + 5 + 2 + 1),
-        # Five more to learn that no graph is needed, before the graph.
+        # Four more evaluations show that differences need no graph.
         (torch.sin, (leaf(40),), 2 * 40 + 6, 40 + 2 + 5 + 2),
-        # One output coordinate: its repetition proves linearity.
+        # One output coordinate: repeating its row at another scale shows linearity.
         (torch.sum, (leaf(5),), 2 * 5 + 2, 2 * 1 + 2 + 1),
         # Nothing to perturb: the first evaluation is the graph.
         (torch.sin, (leaf(0),), 1, 2),
-        # A complex element is two coordinates, on both sides.
+        # A complex element has two coordinates, in the input and in the output.
         (torch.exp, (leaf(3, dtype=torch.complex128),), 2 * 6 + 2, 6 + 2 * 2 + 5 + 2 + 1),
-        # Two outputs: each undefined in turn.
+        # With two outputs, each grad_output is undefined in turn.
         (lambda v: (v.sin(), v.cos()), (leaf(3),), 2 * 3 + 2, 6 + 2 * 2 + 5 + 1 + 3 + 1),
         # The same tensor twice is perturbed once. No small check: one more VJP, on the first graph.
         (torch.mul, (w := leaf(4), w), 2 * 4 + 2, 4 + 2 + 5 + 2 + 2),
@@ -108,7 +108,7 @@ def test_imaginary_parts_are_judged_first() -> None:
     z = leaf(2, dtype=torch.complex128)
 
     def func(z: torch.Tensor) -> torch.Tensor:
-        # Real and imaginary part are wrong, in different entries.
+        # The real and the imaginary part are wrong in different entries.
         return torch.complex(z.real * torch.tensor([1.0, 2.0]) - z.real.detach(), z.imag.detach() * z.imag)
 
     failure = check(func, (z,), Settings()).failure
@@ -131,6 +131,6 @@ class _NotQuiteHomogeneous(torch.autograd.Function):
 def test_rows_that_are_multiples_but_for_rounding_are_run_again_once_for_all_inputs() -> None:
     report = check(_NotQuiteHomogeneous.apply, tuple(leaf(3) for _ in range(6)), Settings(engine="dense"))
     assert report.passed
-    # As in `test_cost`, and four more runs of both rows, each twice, and three of all four cotangents; and five VJPs
-    # early and eight late, and one on an older graph, since the backward is a custom one.
+    # As in `test_cost`, and four more runs of both rows, each twice, and three of all four cotangents. For a custom
+    # backward, also five VJPs early, eight late, and one on an older graph.
     assert report.vjps <= 3 + 2 + 5 + 2 + 4 * 4 + 3 * 4 + 5 + 8 + 1

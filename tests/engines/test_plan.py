@@ -1,4 +1,4 @@
-"""What looking for structure may cost where there is none, and that engines are chosen by counts and sizes."""
+"""The cost of sparsity detection for dense Jacobians, and engines that are chosen by counts and sizes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def mix(n: int, m: int) -> Func:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However quick func is, structure is looked for, and neither batches nor vectorized rows are tried."""
+    """Makes sparsity detection run even for a fast func, without trials of batches and without vectorized rows."""
     set_costs(monkeypatch, guess_seconds=0.0)
     set_costs(monkeypatch, probe_seconds=0.0)
     set_costs(monkeypatch, certificate_evaluations=0)
     set_costs(monkeypatch, trial_columns=10**9)
-    set_costs(monkeypatch, vectorized_rows=0)  # or the number of VJPs would depend on the time they take
+    set_costs(monkeypatch, vectorized_rows=0)  # otherwise the number of VJPs would depend on their time
 
 
 def run(func: Func, *inputs: Tensor, **keywords: Any) -> Report:
@@ -61,7 +61,7 @@ def test_where_there_is_no_structure_the_look_costs_little(shapes: tuple[Any, ..
     assert report.plan.engine == "dense"
     assert report.evaluations <= 2 * n + 4
     # Two rows run twice, a zero grad_output, and the products of four cotangents, of which one runs twice.
-    assert report.vjps <= m + 2 + 1 + 4 + 1 + 1  # the last one on the first graph, which later calls may have changed
+    assert report.vjps <= m + 2 + 1 + 4 + 1 + 1  # the last on the first graph, which later calls may have changed
 
 
 @pytest.mark.usefixtures("slow")
@@ -83,7 +83,7 @@ def test_exploring_takes_a_tenth_of_the_dense_engines_calls(shapes: tuple[Any, .
 
 @pytest.mark.usefixtures("slow")
 def test_what_is_seen_is_worth_more() -> None:
-    # Every output depends on two inputs, which nothing guesses.
+    # Every output depends on two inputs, which no guess covers.
     x, order = leaf(200), torch.randperm(200, generator=torch.Generator().manual_seed(1))
     report = run(lambda x: x[order].reshape(100, 2).prod(1), x)
     assert report.plan is not None
@@ -158,13 +158,13 @@ def test_what_is_slow_by_far_is_looked_at() -> None:
             pass
 
     assert engine_after(works, 16) == "compressed"
-    # Of these few elements, a quick func is compared entry by entry, with a small check and without.
+    # For so few elements, all entries of a fast func are compared, with a small check and without.
     assert engine_after(works, 6 if IS_NATIVE else 9, fast_mode=True) == "sketch"
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_time_of_other_processes_chooses_no_engine(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A func that sleeps takes as much of the clock, and as little of the processor, as one that was interrupted.
+    # A func that sleeps takes much wall time and little CPU time, like a func that was interrupted.
     if not native:
         monkeypatch.setattr(SmallProblem, "trace", lambda *_: None)
     assert engine_after(time.sleep, 16) == "dense"

@@ -1,4 +1,4 @@
-"""Entries that differ at eps: re-measured, in both modes, in three outcomes with three texts."""
+"""Entries that differ at eps are re-measured, in both modes, with three outcomes and messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scaled(func: Func, factor: float) -> Func:
 
 
 HILBERT = torch.tensor([[1 / (i + j + 1) for j in range(7)] for i in range(7)], dtype=torch.float64)
-# What eps = 1e-6 alone gets wrong: by truncation, by rounding, across a kink.
+# Differences at eps = 1e-6 are wrong here, because of truncation, rounding or a kink.
 HARD: dict[str, tuple[Func, Tensor]] = {
     "sqrt at 1e-6": (torch.sqrt, leaf(1e-6)),
     "log at 1e-5": (torch.log, leaf(1e-5)),
@@ -98,7 +98,7 @@ def test_one_percent_shows_at_hard_points(name: str, engine: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
 def test_what_is_rounded_inside(mode: dict[str, Any]) -> None:
-    """A rounding far below eps excuses no gradient but that of func without it, and a coarser one none."""
+    """With rounding far below eps, only the gradient of func without rounding passes; with coarser rounding, none."""
     x = leaf(0.3, 0.6, 0.8)
     shifted = lambda v: (v + 1e8) - 1e8  # noqa: E731
     assert not torch.autograd.gradcheck(shifted, (x,), raise_exception=False)
@@ -128,7 +128,7 @@ class Single(torch.autograd.Function):
 
 @pytest.mark.parametrize("atol", [1e-5, 1e-3])
 def test_a_stair_of_single_precision_excuses_no_gradient_of_zero(atol: float) -> None:
-    """Next to the maximum of sin, a stair is about as wide as eps."""
+    """Near the maximum of sin, a stair is about as wide as eps."""
     for seed in range(8):
         x = (
             1.5 + 0.3 * torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -153,7 +153,7 @@ def test_a_stair_excuses_no_error_of_the_size_of_the_tolerance(error: float) -> 
 def test_a_kink_far_below_eps_is_no_rounding() -> None:
     for gap in (1e-7, 1e-9, 5e-11):
         assert fastgrad.gradcheck(lambda v: v.sort().values, (leaf(0.9, 0.9 + gap),))
-    for gap in (1e-7, 1e-9, 1e-11, 1e-13):  # near zero, func shows that it rounds less
+    for gap in (1e-7, 1e-9, 1e-11, 1e-13):  # near zero, the values show that func rounds less
         assert fastgrad.gradcheck(torch.relu, (leaf(gap, -gap),))
 
 
@@ -165,14 +165,14 @@ def test_a_jump_at_the_inputs_is_no_rounding(jump: float, slope: float) -> None:
     assert not torch.autograd.gradcheck(func, (x,), raise_exception=False)
     with pytest.raises(fastgrad.GradcheckError, match=rf"func is discontinuous .* changes by {abs(jump):.3g} from one"):
         fastgrad.gradcheck(func, (x,))
-    assert fastgrad.gradcheck(func, (x + 1e-9,))  # next to the jump, steps are refined
+    assert fastgrad.gradcheck(func, (x + 1e-9,))  # next to the jump, smaller steps are taken
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
 @pytest.mark.parametrize("x", [0.0, 1e-13, 1e-9, 1e-5])
 @pytest.mark.parametrize("name", CANCELLING)
 def test_values_that_round_to_zero_excuse_no_gradient(name: str, x: float, mode: dict[str, Any]) -> None:
-    """Steps below the rounding inside move nothing, or what is left of func."""
+    """Steps below the rounding inside func change nothing, or only the rest of func."""
     func = CANCELLING[name]
     inputs = (leaf(*[x] * 3),)
     for rest in (0.0, 0.5):

@@ -1,4 +1,4 @@
-"""Vmapped batches: the columns of the loop to within rounding, refused where they are not, and no verdict of theirs."""
+"""Vmapped batches give the columns of the loop up to rounding, are refused if they do not, and decide no verdict."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches wherever func takes them, whatever the clock says."""
+    """Uses batches for every func that accepts them, whatever time they take."""
     set_costs(monkeypatch, guess_seconds=0.0)
     set_costs(monkeypatch, trial_seconds=0.0)
     set_costs(monkeypatch, trial_gain=0.0)
@@ -67,7 +67,7 @@ def test_columns_are_those_of_the_loop(func: Callable[..., Any], inputs: tuple[A
 
 
 def test_a_func_that_records_by_itself() -> None:
-    factor = leaf()  # what it captured requires grad, too
+    factor = leaf()  # the captured tensor requires grad, too
 
     def func(x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -107,7 +107,7 @@ class NoRule(torch.autograd.Function):
 
 
 class WrongRule(torch.autograd.Function):
-    """The first point of a batch is given the outputs of the second one."""
+    """In a batch, the first point gets the outputs of the second point."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def test_right_gradients_pass(func: Callable[..., Any], inputs: tuple[Any, ...],
 
 
 def wrong(x: Tensor, y: Tensor) -> Tensor:
-    """The gradient of y[2, 1] lacks."""
+    """The gradient of y[2, 1] is missing."""
     mask = torch.zeros_like(y)
     mask[2, 1] = 1.0
     return x.cumsum(0) @ (y * (1 - mask) + (y * mask).detach())
@@ -323,7 +323,7 @@ def test_not_tried_where_func_needs_a_graph_or_changes_inputs() -> None:
             x.detach().mul_(1.0)
         return x.cumsum(0)
 
-    for func, reason in ((differs_without_graph, ""), (changes, "func changes its inputs: evaluations one by one")):
+    for func, reason in ((differs_without_graph, ""), (changes, "single evaluations: func changes its inputs")):
         report = check(func, (leaf(80),), DENSE)
         assert report.passed
         assert report.plan is not None
@@ -386,7 +386,7 @@ def test_second_order_in_batches() -> None:
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_func_that_differs_under_transforms(wrong: bool) -> None:
-    """Its columns are refused; a wrong second derivative fails by plain calls."""
+    """The batched columns are refused; a wrong second derivative fails by single calls."""
 
     class Exp(torch.autograd.Function):
         @staticmethod
@@ -414,7 +414,7 @@ def test_a_func_that_differs_under_transforms(wrong: bool) -> None:
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("begin", [0, 40])
 def test_a_cache_with_a_key_of_some_elements(order: Any, begin: int) -> None:
-    """Steps of the other elements get an old result, but not in batches, where the key cannot be made."""
+    """Steps of the other elements get a cached result, but not in batches, for which no key can be computed."""
     cache: dict[tuple[float, ...], Tensor] = {}
 
     def func(x: Tensor) -> Tensor:
@@ -448,7 +448,7 @@ def test_a_flag_that_is_not_reset_by_an_exception(order: Any) -> None:
 
 @pytest.mark.usefixtures("always")
 def test_single_columns_are_compared() -> None:
-    """A function whose single steps have no effect, without tensors that it keeps."""
+    """A function that keeps no tensors, and that does not change for steps of single elements."""
     x = leaf(80)
     origin = x.detach().clone()
 
@@ -468,7 +468,7 @@ def test_single_columns_are_compared() -> None:
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("where", ["plain", "batch"])
 def test_an_exception_that_comes_once_is_raised(where: str, order: Any) -> None:
-    """Of the call that observes func, and of the first batch."""
+    """Raised by the call that observes func, or by the first batch."""
     raised: list[str] = []
 
     def func(x: Tensor) -> Tensor:

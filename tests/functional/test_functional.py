@@ -1,4 +1,4 @@
-"""The functional API against torch.autograd.functional, its structure by counted VJPs, and its numerical twins."""
+"""The functional API: compared with torch.autograd.functional and with its numerical counterparts; numbers of VJPs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def assert_same(found: Any, expected: Any, tolerance: float = 1e-11) -> None:
-    """The same nesting, shapes, dtypes, and values to within a share of the largest; a layout may be sparse."""
+    """Asserts the same nesting, shapes and dtypes, and values up to a share of the largest; a layout may be sparse."""
     if not isinstance(expected, Tensor):
         assert isinstance(found, tuple)
         assert len(found) == len(expected)
@@ -109,7 +109,7 @@ def outcome(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         return error
 
 
-# What torch says of empty outputs, of complex ones in forward mode, and where it batches what has no batching rule.
+# Errors of torch for empty outputs, complex outputs in forward mode, and operators without a batching rule.
 FAULTS = (
     "stack expects",
     "index 0 is out of bounds",
@@ -135,7 +135,7 @@ def check_against_torch(name: str, arguments: tuple[Any, ...], keywords: dict[st
     except AssertionError:
         return 0  # func or its backward differs from call to call
     assert not isinstance(found, Exception), f"{name} {keywords}: {found!r}"
-    # Torch's forward mode makes lists, and results with a graph for a Hessian that has complex parts.
+    # torch's forward mode returns lists, and results with a graph for a Hessian that has complex parts.
     results = [tuple(value.detach() for value in tensors(result)) for result in (found, expected)]
     assert_same(*results, 1e-9)
     return 1
@@ -317,7 +317,7 @@ def test_keywords_that_exclude_each_other(keywords: dict[str, Any], words: str) 
 
 
 class Counted(torch.autograd.Function):
-    """The identity, which counts its backwards, at both orders."""
+    """The identity; counts its backward passes of both orders."""
 
     calls = 0
 
@@ -378,7 +378,7 @@ def test_structure_saves_products(
     Counted.calls = 0
     found = getattr(functional, name)(counted, inputs, sparse=sparse)
     assert evaluations == 1
-    assert Counted.calls <= most + 3  # two rows of a custom backward run alone, one of them with multiples
+    assert Counted.calls <= most + 3  # two rows of a custom backward run separately, one of them with multiples
     assert all(part.layout is (torch.sparse_coo if sparse else torch.strided) for part in tensors(found))
     assert all(part.is_coalesced() for part in tensors(found) if sparse)
     if sparse is True:
@@ -428,7 +428,7 @@ def test_an_entry_outside_of_a_guessed_band_is_found() -> None:
 
 
 class Sign(torch.autograd.Function):
-    """A backward that is not linear: one-hot grad_outputs give rows that add up to nothing."""
+    """A backward that is not linear: VJPs are not the sums of the rows from one-hot grad_outputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -440,7 +440,7 @@ class Sign(torch.autograd.Function):
 
 
 class OneHotOnly(torch.autograd.Function):
-    """A backward that takes no grad_output but one-hot ones."""
+    """A backward that accepts only one-hot grad_outputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -454,7 +454,7 @@ class OneHotOnly(torch.autograd.Function):
 
 
 class Lopsided(torch.autograd.Function):
-    """A double backward that is not symmetric: x[0] x[k] with second derivatives 1 and 2, mixed by a star coloring."""
+    """A double backward that is not symmetric: x[0] x[k] with second derivatives 1 and 2, mixed by star coloring."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -563,7 +563,7 @@ def test_the_callers_state_stays_as_it_was() -> None:
 
 
 def twins(name: str, *arguments: Any, **keywords: Any) -> None:
-    """The numerical twin is as close as it says, and that is close."""
+    """The numerical counterpart is as accurate as its error estimate, which is small."""
     expected = getattr(torchs, name)(*arguments, **keywords)
     *output, found, error = getattr(functional, name)(*arguments, **keywords, numerical=True, return_error=True)
     if output:
@@ -662,7 +662,7 @@ def test_numerical_results_where_differences_are_poor() -> None:
     assert error.max() < 1e-3
     values, whole = functional.jacobian(lambda v: (v * 2, v.long()), x, numerical=True)
     assert_same((values, whole), (2 * torch.eye(3, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)), 1e-9)
-    with torch.no_grad():  # what differentiates inside may do so
+    with torch.no_grad():  # a func that differentiates inside may do so
         _, product = functional.jvp(
             lambda v: torch.autograd.grad(v.pow(3).sum(), v, create_graph=True)[0], x, x, numerical=True
         )
@@ -760,7 +760,7 @@ def test_the_error_of_a_second_difference_is_true_where_large_steps_cross_a_pole
 def test_the_error_of_a_difference_is_true_where_func_computes_in_single_precision() -> None:
     for seed in range(4):
         x = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        x = x[x.cos().abs() > 0.05]  # a smaller derivative is hidden behind a single stair
+        x = x[x.cos().abs() > 0.05]  # within a single stair, a smaller derivative is not visible
         value, error = functional.jacobian(lambda x: x.float().sin().double(), x, numerical=True, return_error=True)
         assert bool(((value.diagonal() - x.cos()).abs() <= 10 * error.diagonal() + 1e-2).all())
 

@@ -289,7 +289,7 @@ def test_complex64() -> None:
 @pytest.mark.parametrize("missing", [10.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.complex64, *DTYPES], ids=str)
 def test_a_missing_derivative_is_no_sign_of_low_precision(dtype: torch.dtype, missing: float, fast_mode: bool) -> None:
-    """All entries of this backward, zeros among them, are exact in the dtype of x."""
+    """All entries of this backward, including zeros, are exact in the dtype of x."""
     report = fastgrad.check(lambda x: x * x + missing * x.roll(1).detach(), normal(4, dtype=dtype), fast_mode=fast_mode)
     assert report.verdict == "failed"
     assert report.causes[0].name == "constant part"
@@ -567,7 +567,7 @@ def test_autocast_does_not_reach_the_reference() -> None:
 
 
 class _OneSided(torch.autograd.Function):
-    """abs, whose derivative at zero is that of one side."""
+    """abs, with a one-sided derivative at zero."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

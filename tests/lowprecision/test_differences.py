@@ -1,4 +1,4 @@
-"""Verdicts in lower dtypes where nothing runs in double precision: by differences alone."""
+"""Verdicts in lower dtypes by differences alone, if nothing runs in double precision."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_required_reference_must_run() -> None:
 
 
 class WideInside(torch.autograd.Function):
-    """A product that computes in float32 whatever it is given, as kernels do."""
+    """A product that always computes in float32, as kernels do."""
 
     factor = 1.0
 

@@ -1,6 +1,6 @@
-"""100 networks with a planted mistake, and their right twins: how often the culprit comes first.
+"""100 networks with a planted mistake, and their right twins: how often the wrong operation is named first.
 
-Exit status 1 where fewer than 95 culprits come first, or a right network is accused.
+The exit code is 1 if fewer than 95 mistakes are named first, or if a right network fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def checked(network: Network) -> ModelReport:
 
 
 def main() -> int:
-    """Prints what is missed, what is accused, and the numbers."""
+    """Prints missed mistakes, right networks that fail, and the numbers."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     found = false = undecided = 0

@@ -1,4 +1,4 @@
-"""check_model: what it names, what it leaves alone, what it refuses."""
+"""check_model: what it names, what it does not change, and what it rejects."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_model_is_left_as_it_was(network: Network) -> None:
 
 
 class Stops(nn.Module):
-    """Raises in its call of some number."""
+    """Raises in one of its calls."""
 
     def __init__(self, number: int, error: type[BaseException]) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_an_optimizer_within_backward_does_not_step() -> None:
 
 
 class Single(torch.autograd.Function):
-    """3 x in single precision only; its backward says 2."""
+    """3 x, only in single precision; its backward returns 2."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class Single(torch.autograd.Function):
 
 
 class Calls(nn.Module):
-    """A linear map, and a function."""
+    """A linear map, followed by a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def test_a_parameter_that_the_loss_does_not_depend_on_is_a_remark() -> None:
 
 
 class OwnLinear(nn.Linear):
-    """A subclass."""
+    """A subclass of nn.Linear."""
 
 
 @pytest.mark.parametrize("linear", [nn.Linear, OwnLinear])
@@ -306,7 +306,7 @@ def test_a_forward_hook_on_a_module_of_torch_is_not_by_design(function: Rejoined
 
 
 class Encoder(nn.Module):
-    """A layer of a transformer with some activation."""
+    """A transformer layer with the given activation."""
 
     def __init__(self, activation: Rejoined) -> None:
         super().__init__()
@@ -421,7 +421,7 @@ def test_a_hook_that_gets_an_expanded_gradient_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_parameters_that_a_norm_and_a_sum_cancel_are_no_finding(dtype: torch.dtype) -> None:
-    """The gradient of such a loss is zero, but rounding changes the loss."""
+    """The gradient of this loss is zero, but rounding changes the loss."""
     for seed in range(3):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(dtype)
@@ -462,7 +462,7 @@ TOKENS = torch.tensor([[0, 1, 2], [3, 0, 0]])
 
 
 class Tied(nn.Module):
-    """An embedding by a function, and a linear map with the same weight."""
+    """A functional embedding, and a linear map with the same weight."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__()
@@ -597,7 +597,7 @@ def test_compiled_parts_are_a_remark() -> None:
 
 
 class Alternating(nn.Module):
-    """Runs other operations in every other call, and treats the result of a linear map as a constant."""
+    """Runs different operations in every second call, and treats the result of a linear map as a constant."""
 
     def __init__(self, linear: nn.Module, cut: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -688,7 +688,7 @@ def test_results_without_derivatives_are_right() -> None:
 
 def test_an_operation_that_differences_cannot_decide_is_undecided() -> None:
     class AtX(torch.autograd.Function):
-        """sin in bfloat16, and only where it was called first."""
+        """sin, only in bfloat16 and at the point of its first call."""
 
         domain: Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Fingerprints: every single change shows."""
+"""Fingerprints: every single change changes them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from fastgrad.problem.second_order import differentiable_outputs, random_grad_ou
 
 GRAD = (torch.autograd.gradcheck, fastgrad.gradcheck)
 GRADGRAD = (torch.autograd.gradgradcheck, fastgrad.gradgradcheck)
-# As torch's own operator tests request forward mode.
+# as torch's own operator tests request forward mode
 FORWARD = {"check_forward_ad": True, "check_backward_ad": False, "check_undefined_grad": False}
 FORWARD_OVER_REVERSE = {"check_fwd_over_rev": True, "check_rev_over_rev": False, "check_undefined_grad": False}
 
@@ -73,7 +73,7 @@ def verdict(check: Any, case: Case, grad_outputs: Any = None, **keywords: Any) -
 
 
 def evidence(row: dict[str, Any], case: Case, grad_outputs: Any) -> str:
-    """Why fastgrad's "pass" is the truth where torch fails: the "re-measured" row of docs/differences.md.
+    """Why fastgrad's "pass" is right if torch fails: the "re-measured" row of docs/differences.md.
 
     The evidence is torch's own: it passes the same case once its step is another one, so it was the
     step that failed the check and not the gradient.
@@ -91,7 +91,7 @@ def evidence(row: dict[str, Any], case: Case, grad_outputs: Any) -> str:
 
 
 def _grad_outputs(case: Case) -> Any:
-    """The same random grad_outputs for both checkers, or None where func raises."""
+    """The same random grad_outputs for both checkers; None if func raises."""
     try:
         return random_grad_outputs(differentiable_outputs(case.func(*case.inputs)), 0, False)
     except Exception:

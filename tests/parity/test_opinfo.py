@@ -1,4 +1,4 @@
-"""A sample of the operator sweep: fastgrad's verdict against torch slow mode's, one sample an operator."""
+"""A part of the operator sweep: compares the verdict with that of torch's slow mode, for one sample per operator."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def hosts(*names: str) -> list[Host]:
     return [BY_NAME[name] for name in names]
 
 
-# Changes: what is done to the right gradient.
+# Changes of the right gradient.
 
 
 @dataclass
@@ -295,7 +295,7 @@ def planted(f: Function, change: Change) -> Function:
 
 
 class Jacobian:
-    """Rows of the Jacobian of f, over all outputs and inputs, and what a check allows there."""
+    """Rows of the Jacobian of f, over all outputs and inputs, and the allowed error of each entry."""
 
     def __init__(self, f: Function, inputs: Inputs, keywords: Mapping[str, Any]) -> None:
         self.f, self.inputs = f, inputs
@@ -346,7 +346,7 @@ def matrix(extra: Tensor) -> Change:
 
 
 def _place(jacobian: Jacobian, rng: Generator, where: str) -> tuple[int, int, float]:
-    """An entry, and what is allowed there: in the pattern, outside of it, or the last nonzero one."""
+    """An entry and its allowed error: in the pattern, outside of it, or the last nonzero one."""
     order = reversed(range(jacobian.rows)) if where == "last" else torch.randperm(jacobian.rows, generator=rng).tolist()
     for i in order:
         row = jacobian.row(i)
@@ -358,7 +358,7 @@ def _place(jacobian: Jacobian, rng: Generator, where: str) -> tuple[int, int, fl
 
 
 def one_entry(where: str, factor: float) -> Setting:
-    """One entry off by factor times what is allowed."""
+    """One entry, off by factor times the allowed error."""
 
     def setting(jacobian: Jacobian, rng: Generator) -> Change:
         i, j, allowed = _place(jacobian, rng, where)
@@ -368,7 +368,7 @@ def one_entry(where: str, factor: float) -> Setting:
 
 
 def everywhere(factor: float, inside: bool, same_sign: bool = False) -> Setting:
-    """Every entry, or every one in the pattern, off by factor times what is allowed."""
+    """Every entry, or every entry in the pattern, off by factor times the allowed error."""
 
     def setting(jacobian: Jacobian, rng: Generator) -> Change:
         j = jacobian.whole()
@@ -393,7 +393,7 @@ def both(first: Setting, second: Setting) -> Setting:
 
 
 def cancelling(kind: str, size: float) -> Setting:
-    """Several errors of a size whose sums vanish: along rows, columns, both, or against a simple direction."""
+    """Several errors of equal size whose sums vanish: along rows, columns, both, or along a simple direction."""
 
     def setting(jacobian: Jacobian, rng: Generator) -> Change:
         rows, columns = jacobian.rows, jacobian.columns
@@ -485,7 +485,7 @@ KEYS: dict[str, Callable[[Call], Any]] = {
 
 
 def cached(key: Callable[[Call], Any]) -> Setting:
-    """Gradients kept under a key of grad_output, which others share."""
+    """Gradients cached by a key that different grad_outputs share."""
 
     def setting(jacobian: Jacobian, rng: Generator) -> Change:
         kept: dict[Any, list[Tensor]] = {}
@@ -536,7 +536,7 @@ def _diagonal(values: Tensor) -> Function:
 
 
 def huge(kind: str, size: float) -> Callable[[Generator, int], Problem]:
-    """A function with one huge entry, or a huge block, among ordinary ones."""
+    """A function with one huge entry, or a block of huge entries, among ordinary ones."""
 
     def make(rng: Generator, n: int) -> Problem:
         at = integer(rng, n)
@@ -699,7 +699,7 @@ def cancels() -> Iterable[Attack]:
 
 
 def coupled(host: Host, size: float) -> Host:
-    """The host with one more dependence, of the slope size, of an output on an input that it did not depend on."""
+    """The host, in which an output also depends on a further input, with slope `size`."""
 
     def maker(rng: Generator, n: int) -> Problem:
         f, inputs = host.make(rng, n)
@@ -717,7 +717,7 @@ def coupled(host: Host, size: float) -> Host:
 
 
 def couplings() -> Iterable[Attack]:
-    """Entries of the true Jacobian that the gradient lacks."""
+    """The gradient lacks entries of the true Jacobian."""
     chosen = hosts(
         "sine",
         "products of neighbours",
@@ -820,7 +820,7 @@ def grad_outputs() -> Iterable[Attack]:
 
 
 def nondeterminism() -> Iterable[Attack]:
-    """A tolerance for nondeterminism is none for wrong gradients."""
+    """Wrong gradients with a tolerance for nondeterminism."""
     chosen = hosts("sine", "softmax of rows", "matmul", "random sparse", "dense tanh", "sum")
     for number, (host, tolerance) in enumerate(itertools.product(chosen, (1e-6, 1e-4, 1e-2))):
         where, factor = (("inside", 3), ("last", 10), ("outside", 30))[number % 3]
@@ -915,7 +915,7 @@ def scales() -> Iterable[Attack]:
 
 
 def precision() -> Iterable[Attack]:
-    """float32."""
+    """Errors in float32."""
     makers: dict[str, tuple[Maker, tuple[int, ...], bool]] = {
         "sine": (unary(torch.sin, dtype=F32), (12, 600, 2000), True),
         "neighbours": (unary(lambda x: x[1:] * x[:-1], dtype=F32), (12, 600, 2000), True),
@@ -1088,7 +1088,7 @@ def _last_times(factor: float) -> Callable[[Tensor], Tensor]:
 
 
 def _buffered(stale: bool) -> Function:
-    """exp(x) whose backward reads a buffer that the next forward overwrites; with another value in it here."""
+    """exp(x), whose backward reads a buffer that the next forward overwrites; the buffer has another value here."""
     buffer: list[Tensor] = []
 
     class Exponential(torch.autograd.Function):
@@ -1489,7 +1489,7 @@ def mistakes() -> Iterable[Attack]:
 
 def kinks() -> Iterable[Attack]:
     def at(f: Function, special: float | Sequence[float], positive: bool = False) -> Maker:
-        """X is random, except for some elements that have a special value."""
+        """A random x in which some elements have special values."""
         values = [special] if isinstance(special, float) else list(special)
 
         def maker(rng: Generator, n: int) -> Problem:
@@ -1551,7 +1551,7 @@ def kinks() -> Iterable[Attack]:
             yield changed("times 1.02", host, when(lambda _: True, scaled(1.02)), True)
 
 
-# Large: torch's slow mode cannot run there, and what is right is so by construction.
+# Large cases: torch's slow mode cannot run, so the true verdicts follow from the construction.
 
 
 def large() -> Iterable[Attack]:
@@ -1597,7 +1597,7 @@ def large() -> Iterable[Attack]:
         ),
     }
     for name, (backward, error, cancel) in backwards.items():
-        if name == "leak of the mean":  # 1 / n is above the tolerance only there
+        if name == "leak of the mean":  # here 1 / n is above the tolerance
             backward, error = (lambda g, x: g * cos(x) + 10 * g.mean()), 1e-4
         yield plain(
             f"large sine: {name}",

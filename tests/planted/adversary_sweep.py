@@ -84,7 +84,7 @@ def _is_later(attack: Attack, report: fastgrad.Report) -> bool:
 
 
 def torchs(attack: Attack, seed: int) -> dict[str, Any]:
-    """Torch's slow mode's verdict."""
+    """The verdict of torch's slow mode."""
     f, inputs = attack.make(seed, attack.size(seed))
     try:
         passed = torch.autograd.gradcheck(f, inputs, raise_exception=False, **dict(attack.keywords))
@@ -107,14 +107,14 @@ def work(pipe: Connection, mode: str, engine: str) -> None:
             signal.setitimer(signal.ITIMER_PROF, 0)
         except Late:
             answer = {"late": True}
-        except Exception as raised:  # of the factory: a mistake of the table
+        except Exception as raised:  # raised by the factory: a mistake of the table
             signal.setitimer(signal.ITIMER_PROF, 0)
             answer = {"broken": repr(raised)}
         pipe.send(answer)
 
 
 class Worker:
-    """A process that is replaced when it does not answer in time."""
+    """A process that is replaced if it does not answer in time."""
 
     def __init__(self, mode: str, engine: str) -> None:
         self.mode, self.engine = mode, engine
@@ -140,7 +140,7 @@ class Worker:
 
 
 def classify(attack: Attack, mine: dict[str, Any], theirs: dict[str, Any] | None) -> str | None:
-    """The class of a row; None where torch's verdict is needed. theirs is {} where torch cannot run."""
+    """The class of a row; None if torch's verdict is needed. theirs is {} if torch cannot run."""
     if "broken" in mine:
         return "BROKEN"
     if mine.get("late"):

@@ -26,7 +26,7 @@ BATCHED = "failed while testing batched gradient computation"
 
 
 def leaves(*tensors: Tensor) -> Inputs:
-    """Makes leaves with these values, memory layout included, afresh every time."""
+    """Makes new leaves with these values and memory layouts in every call."""
     return lambda: tuple(tensor.detach().clone().requires_grad_() for tensor in tensors)
 
 
@@ -74,7 +74,7 @@ def dual(forward: Function, backward: Function, jvp: Function, materialize: bool
 
 
 def unmaterialized(forward: Function, backward: Function) -> Function:
-    """A custom Function whose backward gets None for a gradient that is undefined."""
+    """A custom Function whose backward gets None for an undefined grad_output."""
     return dual(forward, backward, lambda *_: None, materialize=False)
 
 
@@ -119,7 +119,7 @@ VALUES = [
     sine("one element is not a number", lambda g, x: scaled(g * x.cos(), (1, 2), float("nan"))),
 ]
 
-# Structure: entries of the Jacobian that should be there and are not, or the other way round.
+# Structure: entries of the Jacobian that are missing, or that should not be there.
 
 
 def _coupled(x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def _standardized_grad(g: Tensor, x: Tensor) -> Tensor:
 
 STRUCTURE = [
     pair("hidden coupling", _coupled, lambda g, x: g * x.cos(), _coupled_grad, normal((60,))),
-    # Its rows and columns sum to zero: a probe with ones does not see it.
+    # The rows and columns of the error sum to zero, so a probe with ones does not detect it.
     sine("phantom coupling that cancels", lambda g, x: g * x.cos() + 0.01 * (g.roll(1) - g.roll(2)), normal((40,))),
     pair("centering dropped", lambda x: x - x.mean(), lambda g, x: g, lambda g, x: g - g.mean(), normal((40,))),
     pair(
@@ -228,7 +228,7 @@ def _changed_after_saving(change: bool) -> Function:
 
 
 def _kept_by_the_class(x: Tensor) -> Tensor:
-    """sin(x) + sin(2x), where both calls keep their input in one place, and the second call's stays."""
+    """sin(x) + sin(2x); both calls keep their input in the same place, and the second input remains."""
     kept: list[Tensor] = []
 
     class Sine(torch.autograd.Function):
@@ -249,7 +249,7 @@ def _scale_in_place(g: Tensor, x: Tensor) -> Tensor:
 
 
 def _mutable_sine(backward: Function) -> Function:
-    """The sum passes one tensor to both terms; the product keeps the caller's grad_output out of it."""
+    """The sum passes the same tensor to both terms; because of the product, this is not the caller's grad_output."""
     custom = function(torch.sin, backward)
     return lambda x: 1.5 * (2 * x + custom(x))
 
@@ -295,7 +295,7 @@ def _transposed_leaf() -> tuple[Tensor]:
 
 
 def _memory(x: Tensor) -> Tensor:
-    """What code that takes x for contiguous reads."""
+    """The values that code reads if it assumes that x is contiguous."""
     return x.detach().as_strided(x.shape, torch.empty(x.shape).stride())
 
 
@@ -326,7 +326,7 @@ SEVERAL = [
         normal((0, 3), (4,)),
         phrase=SECOND_INPUT,
     ),
-    # Autograd sums what has a dimension too many, and says nothing.
+    # Autograd sums a gradient over an extra dimension without an error.
     sine("a dimension too many", lambda g, x: torch.stack([g * x.cos(), g * x.cos()])),
     sine("gradient in bfloat16", lambda g, x: (g * x.cos()).bfloat16(), keywords={"check_grad_dtypes": True}),
     sine(
@@ -345,7 +345,7 @@ def _raises_for_both(g: Tensor, h: Tensor, x: Tensor) -> Tensor:
     return _both(g, h, x)
 
 
-# Every one of them is the identity for a one-hot grad_output.
+# Each of these is the identity for one-hot grad_outputs.
 SINGLE = {
     "grad_output cubed": lambda g: g**3,
     "grad_output quantized": lambda g: (4 * g).round() / 4,
@@ -354,12 +354,12 @@ SINGLE = {
     "by the sign of grad_output's sum": lambda g: g * (1.0 if g.sum() >= 0 else 1.5),
     "product of neighboring grad_outputs": lambda g: g + g * g.roll(1, -1),
 }
-# And every one of these is the sum of a one-hot grad_output.
+# Each of these is the sum of grad_output for one-hot grad_outputs.
 REDUCED = {
     "maximum for sum": lambda g: g.amax(),
     "compounded for sum": lambda g: (g + 1).prod() - 1,
 }
-# The last argument is the input; alone, each of the two grad_outputs is treated rightly.
+# The last argument is the input. Each of the two grad_outputs alone gives the right gradient.
 JOINT = {
     "product of two grad_outputs": lambda g, h, x: _both(g, h, x) + g * h,
     "second grad_output replaces the first": lambda g, h, x: _both(0 * g if h.any() else g, h, x),
@@ -391,7 +391,7 @@ GRAD_OUTPUT = [
         for name, reduce in REDUCED.items()
     ),
     *(pair(name, _sine_and_cosine, wrong, _both, **UNSEEN) for name, wrong in JOINT.items()),
-    # Torch checks the real and the imaginary part of the output one at a time.
+    # torch checks the real and the imaginary part of the output separately.
     pair(
         "real part times imaginary part",
         lambda z: z * z,
@@ -400,7 +400,7 @@ GRAD_OUTPUT = [
         normal((4,), dtype=COMPLEX),
         **UNSEEN,
     ),
-    # The gradient of a sum arrives expanded: every element is the same memory.
+    # The grad_output from a sum is expanded: all elements share one place in memory.
     sine("wrong for an expanded grad_output", _expanded_wrong, **UNSEEN),
     sine("right for dense only", _dense_only),
     pair(
@@ -461,11 +461,11 @@ UNDEFINED = [
     ),
 ]
 
-# Determinism. Counters only go round, so that a row says the same however often it was checked before.
+# Determinism. Counters are periodic, so the result of a row does not depend on earlier checks.
 
 
 def _turning(factors: list[float]) -> Function:
-    """Multiplies the gradient by the next of the factors at every call."""
+    """Multiplies the gradient by the next factor in every call."""
     turn = itertools.cycle(factors)
     return lambda g, x: g * x.cos() * next(turn)
 
@@ -486,7 +486,7 @@ MOVES = {"phrase": REENTRANT}
 DETERMINISM = [
     sine("random for the last row only", _random_for_the_last, normal((100,)), **MOVES),
     sine("every second call, seven rows", _turning([1.0, 1 + 1e-9]), SEVEN, **MOVES),
-    # With twelve rows, torch sees each row twice at the same turn.
+    # With twelve rows, torch runs each row twice with the same factor.
     sine("every second call, twelve rows", _turning([1.0, 1 + 1e-9]), torch_sees=False, **MOVES),
     sine("far off at every fifth call", _turning([1.0, 1.0, 1.0, 1.0, 2.0]), SEVEN, **MOVES),
     sine("accumulates over calls", _accumulating(), SEVEN, **MOVES),
@@ -517,7 +517,7 @@ KINKS = [
 
 # Magnitudes and conditioning.
 
-# Its condition number is 9e3, and it is not symmetric: the transpose matters.
+# The matrix has condition number 9e3 and is not symmetric, so its transpose is different.
 STEEP = torch.tensor([[1.0, 0.5, 0.26], [0.5, 0.3, 0.2], [0.25, 0.2, 0.1695]], dtype=torch.float64)
 
 MAGNITUDES = [
@@ -606,7 +606,7 @@ CONJUGATES = [
     ),
 ]
 
-# Second order: the gradient is right, its gradient is not.
+# Second order: the gradient is right, but the second derivative is wrong.
 
 
 def cube(double_backward: Function, double_jvp: Function | None = None) -> Function:
@@ -750,7 +750,7 @@ def _product_jvp(s: Tensor | None, t: Tensor | None, x: Tensor, y: Tensor) -> Te
 
 
 def _product(jvp: Function) -> Function:
-    """The product whose jvp gets None for a tangent that is undefined."""
+    """The product; its jvp gets None for an undefined tangent."""
 
     def backward(g: Tensor | None, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if g is None else (g * y, g * x)
@@ -872,7 +872,7 @@ FORWARD_OVER_REVERSE = [
     ),
 ]
 
-# Batched gradients: right one at a time, not as a batch.
+# Batched gradients: single ones are right, batches are wrong.
 
 
 def _skips_zeros(g: Tensor, x: Tensor) -> Tensor:
@@ -943,7 +943,7 @@ def _coo_and_dense() -> tuple[Tensor, Tensor]:
 
 
 def _slope(g: Tensor, s: Tensor) -> Tensor:
-    """The gradient of sin(s), zeros of s included."""
+    """The gradient of sin(s), also at the zeros of s."""
     return g * s.to_dense().cos()
 
 
@@ -964,7 +964,7 @@ def _blocks(g: Tensor, s: Tensor, transpose: bool) -> Tensor:
 
 
 def sparse(name: str, wrong: Function, right: Function, inputs: Inputs, keywords: dict[str, Any], **rest: Any) -> Row:
-    """The row of sin(s) as a dense tensor."""
+    """The row of sin(s) for a sparse s, with a dense result."""
     return pair(name, lambda s: s.to_dense().sin(), wrong, right, inputs, keywords=keywords, **rest)
 
 

@@ -43,7 +43,7 @@ def both_modes(forward: Function, backward: Function, jvp: Function) -> Function
 
 
 def leaves(*tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """Makes leaves with these values, afresh every time."""
+    """Makes new leaves with these values in every call."""
     return lambda: tuple(tensor.detach().clone().requires_grad_() for tensor in tensors)
 
 
@@ -51,7 +51,7 @@ def linspace(low: float, high: float, count: int) -> Tensor:
     return torch.linspace(low, high, count, dtype=torch.float64)
 
 
-# What the wrong entries are of the right ones.
+# Values: how the wrong entries follow from the right ones.
 
 
 def _squared_error(p: Tensor, t: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _squared_error_grads(factor: float) -> Function:
 
 
 def _batch_loss(x: Tensor, w: Tensor) -> Tensor:
-    """Summed over features, averaged over the batch."""
+    """A loss that is summed over features and averaged over the batch."""
     return (x * w).sin().sum(1).mean(0)
 
 
@@ -80,7 +80,7 @@ def _batch_loss_grads(average: bool) -> Function:
 
 
 def _swish_grad(second: float) -> Function:
-    """Swish with a custom double backward, whose term of grad_output times x is `second` times what it should be."""
+    """Swish with a custom double backward; one term (grad_output times x) is multiplied by `second`."""
 
     def derivative(x: Tensor) -> Tensor:
         s = x.sigmoid()
@@ -108,7 +108,7 @@ def _likelihood(logits: Tensor) -> Tensor:
 
 
 def _modulated(scale: bool) -> Function:
-    """A layer with a learned scale, whose gradient is forgotten or not."""
+    """A layer with a learned scale; scale: whether the gradient of the scale is returned."""
 
     def backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor | None]:
         return g * w * x.cos(), (g * x.sin()).sum(0) if scale else None
@@ -117,7 +117,7 @@ def _modulated(scale: bool) -> Function:
 
 
 def _gated(x: Tensor, gate: Tensor, detach: bool) -> Tensor:
-    """The gate goes through a helper that came from an inference script."""
+    """A gate that may be detached, as in an inference script."""
     weight = gate.detach().sigmoid() if detach else gate.sigmoid()
     return x.tanh() * weight + 0 * gate
 
@@ -193,7 +193,7 @@ VALUES = [
     ),
 ]
 
-# The right entries in the wrong places, or not summed.
+# The right entries at wrong positions, or not summed.
 
 
 def _linear(x: Tensor, w: Tensor) -> Tensor:
@@ -496,7 +496,7 @@ COMPLEX_NUMBERS = [
     ),
 ]
 
-# Where the wrong entries are.
+# Positions of the wrong entries.
 
 
 def _huber(x: Tensor) -> Tensor:
@@ -504,7 +504,7 @@ def _huber(x: Tensor) -> Tensor:
 
 
 def _softplus_grad(shortcut: bool) -> Function:
-    """For x > 2 a shortcut of another function."""
+    """For x > 2, another function as a shortcut."""
     return lambda g, x: g * torch.where(x > 2, torch.ones_like(x), x.sigmoid()) if shortcut else g * x.sigmoid()
 
 
@@ -515,7 +515,7 @@ def _scaled(grad: Tensor, index: Any, factor: float) -> Tensor:
 
 
 def _smooth(x: Tensor) -> Tensor:
-    """A moving average over time, the ends repeated."""
+    """A moving average over time, with repeated ends."""
     padded = torch.cat([x[:, :1], x, x[:, -1:]], 1)
     return (padded[:, :-2] + padded[:, 1:-1] + padded[:, 2:]) / 3
 
@@ -552,7 +552,7 @@ def _image_scaled(border: float) -> Function:
 
 
 def _by_blocks(block: int, tail: float) -> Function:
-    """A kernel that runs over blocks of the elements in memory, with another loop for what is left."""
+    """A kernel that processes elements in memory in blocks, with another loop for the remainder."""
 
     def backward(g: Tensor, x: Tensor) -> Tensor:
         grad = (g * x.cos()).reshape(-1).clone()
@@ -564,7 +564,7 @@ def _by_blocks(block: int, tail: float) -> Function:
 
 
 def _rows_by_blocks(block: int, tail: float) -> Function:
-    """A matrix product whose inner dimension is cut into blocks, and whose last one is cut short."""
+    """A matrix product in blocks of the inner dimension; the last block is incomplete."""
 
     def backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         full = x.shape[1] - x.shape[1] % block
@@ -686,11 +686,11 @@ PLACES = [
     ),
 ]
 
-# What backward reads, and when.
+# What backward reads, and at which time.
 
 
 def _keeps_on_the_class(per_graph: bool) -> Function:
-    """Two layers of one class, the last input kept on the class or with the graph."""
+    """Two layers of one class; the last input is kept on the class, or per graph."""
 
     class Sine(torch.autograd.Function):
         kept: Tensor
@@ -709,7 +709,7 @@ def _keeps_on_the_class(per_graph: bool) -> Function:
 
 
 def _in_place(copies: bool) -> Function:
-    """Works in a buffer that it saved as its input."""
+    """Overwrites a buffer that was saved as the input, or a copy of it."""
 
     class Squash(torch.autograd.Function):
         @staticmethod
@@ -727,7 +727,7 @@ def _in_place(copies: bool) -> Function:
 
 
 def _reuses_saved(copies: bool) -> Function:
-    """Backward takes the saved output for a scratch buffer."""
+    """Backward uses the saved output as a scratch buffer."""
 
     class Exponential(torch.autograd.Function):
         @staticmethod
@@ -748,7 +748,7 @@ def _reuses_saved(copies: bool) -> Function:
 
 
 def _lost_updates(chance: float) -> Function:
-    """A scatter-add that loses an update now and then."""
+    """A scatter-add that sometimes loses an update."""
     generator = torch.Generator().manual_seed(11)
 
     def backward(g: Tensor, x: Tensor) -> Tensor:
@@ -768,12 +768,12 @@ def _order_of_addition(spread: float) -> Function:
 
 
 def _as_contiguous(g: Tensor) -> Tensor:
-    """What a kernel that takes g for contiguous reads."""
+    """The values that a kernel reads if it assumes that g is contiguous."""
     return g.as_strided(g.shape, torch.empty(g.shape).stride())
 
 
 def _skips_zeros(skip: bool) -> Function:
-    """Where part of grad_output is zero, a cheaper formula is taken."""
+    """If a part of grad_output is zero, a cheaper formula is used."""
 
     def backward(g: Tensor, x: Tensor) -> Tensor:
         if skip and bool((g == 0).any()):
@@ -784,7 +784,7 @@ def _skips_zeros(skip: bool) -> Function:
 
 
 def _by_active_rows(divides: bool) -> Function:
-    """A loss of few active elements, whose backward divides by how many of them there are."""
+    """A loss of few active elements; its backward divides by their number."""
 
     def backward(g: Tensor, x: Tensor) -> Tensor:
         active = max(1, int(g.count_nonzero()))
@@ -876,7 +876,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def _gelu_slope(x: Tensor, exact: bool) -> Tensor:
-    """Of gelu, or of its approximation x sigmoid(1.702 x)."""
+    """The derivative of gelu, or of its approximation x sigmoid(1.702 x)."""
     if exact:
         density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
         return (1 + torch.erf(x / math.sqrt(2))) / 2 + x * density
@@ -1025,7 +1025,7 @@ def _counted(*counts: float) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda g, x: (g / torch.tensor(counts, dtype=g.dtype)).repeat_interleave(sizes)
 
 
-# Each was once said to be something else.
+# Each of these once had another cause in the message.
 MISTAKEN = [
     Planted(
         "infinite for other strides, without an exception",

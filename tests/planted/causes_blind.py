@@ -1,7 +1,7 @@
 """Planted errors, each with its cause, by an author who has not read the diagnosis.
 
-Up to 3,000 elements torch's slow mode passes the correct twins and fails the wrong ones, except where a comment says
-otherwise; larger ones are beyond it.
+With at most 3,000 elements, torch's slow mode passes the correct twins and fails the wrong ones, unless a comment says
+otherwise. It cannot check larger ones.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def dual(forward: Function, backward: Function, jvp: Function) -> Function:
 
 
 def by_autograd(forward: Function) -> Function:
-    """A backward that is right because autograd made it."""
+    """A right backward, computed by autograd."""
 
     def backward(*arguments: Tensor) -> Any:
         inputs = tuple(x.detach().requires_grad_() for x in arguments[1:])
@@ -107,12 +107,12 @@ def by_autograd(forward: Function) -> Function:
 
 
 def leaves(*tensors: Tensor) -> Inputs:
-    """Makes leaves with these values afresh every time."""
+    """Makes new leaves with these values in every call."""
     return lambda: tuple(tensor.detach().clone().requires_grad_() for tensor in tensors)
 
 
 def at_values(inputs: Inputs, holds: Callable[[float], bool]) -> Entry:
-    """An elementwise function's entries where the input's value satisfies holds."""
+    """The diagonal entries at inputs whose value satisfies `holds`."""
     values = inputs()[0].detach()
     return lambda output, input: output == input and holds(values[input].item())
 
@@ -443,7 +443,7 @@ plant(
 
 
 def _reshaped(output: Index, input: Index) -> bool:
-    """Where the right or the wrong gradient has an element of x, and not both the same one."""
+    """Whether the right and the wrong gradient have different elements of x here."""
     column, row = divmod(5 * input[0] + input[1], 3)
     return (input[0] == output[1]) != (row == output[1]) or (input[0] == row == output[1] and column != input[1])
 
@@ -476,7 +476,7 @@ def _standardized(x: Tensor, dim: int) -> Tensor:
 
 
 def _standardized_grad(g: Tensor, x: Tensor, dim: int, mean: float = 1.0, product: float = 1.0) -> Tensor:
-    """The gradient with multiples of its two means, of g and of g y."""
+    """The gradient, with given multiples of its two means, of g and of g y."""
     y = _standardized(x, dim)
     means = mean * g.mean(dim, keepdim=True) + product * y * (g * y).mean(dim, keepdim=True)
     return (g - means) / (x.var(dim, unbiased=False, keepdim=True) + 1e-5).sqrt()
@@ -614,7 +614,7 @@ plant(
     normal((20, 150), dtype=COMPLEX),
     diagonal,
 )
-# The matrix of the transform is symmetric: what is missing is the conjugate, except where its entries are real.
+# The matrix of the transform is symmetric, so only the conjugate is missing, except where its entries are real.
 plant(
     "Fourier transform for its adjoint",
     "missing conjugate",
@@ -1011,7 +1011,7 @@ def _suffix_sum(g: Tensor) -> Tensor:
 
 
 def _suffix_sum_without_last_carry(g: Tensor) -> Tensor:
-    """In blocks of 128; the sum of the incomplete one is not passed on."""
+    """Suffix sums in blocks of 128; the sum of the incomplete block is not passed on."""
     return torch.cat([_suffix_sum(g[:256]), _suffix_sum(g[256:])])
 
 
@@ -1046,7 +1046,7 @@ SINE = _keeps_input(lambda g, x: g * x.cos())
 
 
 def _changed_later(change: float) -> Function:
-    """A residual block that adds to the activation in place, which the sine has kept."""
+    """A residual block that adds in place to an activation that the sine has kept."""
 
     def block(x: Tensor) -> Tensor:
         h = 2 * x
@@ -1068,7 +1068,7 @@ add(
 
 
 def _reused_output(dropout: float) -> Function:
-    """A tanh that keeps its output, on which an in-place layer then works."""
+    """A tanh that keeps its output, which an in-place layer then changes."""
 
     class Tanh(torch.autograd.Function):
         @staticmethod
@@ -1113,7 +1113,7 @@ add(
 
 
 def _workspace(shared: bool) -> Function:
-    """Two sigmoid layers, which keep their outputs in one buffer; the first one's is overwritten."""
+    """Two sigmoid layers that keep their outputs in one buffer, so the first output is overwritten."""
 
     def layers(x: Tensor) -> tuple[Tensor, Tensor]:
         buffer = torch.empty_like(x)
@@ -1187,7 +1187,7 @@ plant(
     **FAST,
 )
 
-# Backwards that are not linear in grad_output. torch passes all three: its grad_outputs are one-hot.
+# Backwards that are not linear in grad_output. torch passes all three, because its grad_outputs are one-hot.
 
 
 def _clipped(g: Tensor) -> Tensor:
@@ -1230,11 +1230,11 @@ plant(
     normal((9, 2)),
 )
 
-# Memory layouts of grad_output. torch passes both: its grad_outputs are contiguous.
+# Memory layouts of grad_output. torch passes both, because its grad_outputs are contiguous.
 
 
 def _as_if_contiguous(g: Tensor) -> Tensor:
-    """What a kernel reads that ignores strides."""
+    """The values that a kernel reads if it ignores strides."""
     memory = torch.as_strided(g, (g.untyped_storage().nbytes() // 8 - g.storage_offset(),), (1,))
     return memory[torch.arange(g.numel()) % memory.numel()].view(g.shape)
 
@@ -1275,12 +1275,12 @@ plant(
 
 
 def _first_nonzero(g: Tensor) -> Tensor:
-    """grad_output with its first nonzero element alone."""
+    """Only the first nonzero element of grad_output; zeros elsewhere."""
     flat = g.reshape(-1)
     return torch.where((flat != 0).cumsum(0) == 1, flat, 0.0).view(g.shape)
 
 
-# torch passes it and the next: its grad_outputs are one-hot.
+# torch passes this mistake and the next, because its grad_outputs are one-hot.
 plant(
     "one nonzero grad_output taken for granted",
     "sparse grad_output",
@@ -1292,7 +1292,7 @@ plant(
 
 
 def _two_paths(g: Tensor, w: Tensor) -> Tensor:
-    """The path for many rows is a wrong one."""
+    """The path for more than three rows is wrong."""
     rows = g.abs().sum(1) != 0
     factor = 2.0 if int(rows.sum()) > 3 else 1.0
     return torch.zeros_like(w).index_add(0, BINS, g) * factor
@@ -1307,7 +1307,7 @@ plant(
     normal((6, 4)),
 )
 
-# Kinks, with inputs on them. The correct twins return what central differences see: the mean of both sides.
+# Inputs at kinks. The correct twins return the mean of both sides, as central differences do.
 
 WITH_ZEROS = leaves(torch.tensor([[1.0, -2.0, 0.0, 3.0], [0.5, 0.0, -1.0, 2.0]], dtype=DOUBLE))
 plant(
@@ -1421,7 +1421,7 @@ plant(
     lambda output, input: output[1] == input[0],
 )
 
-# Steps that do not fit the function. The gradients are right, and nothing but another step, or another function, helps.
+# Steps that do not suit the function. The gradients are right; only another step or another function helps.
 
 add(
     "large constant in an energy",
@@ -1431,7 +1431,7 @@ add(
     normal((4, 3)),
     diagonal,
 )
-# Fast mode, whose steps are larger, passes it.
+# Fast mode passes this function, because its steps are larger.
 add(
     "large constant in a sum of squares",
     "rounding",
@@ -1445,8 +1445,8 @@ def _single() -> tuple[Tensor]:
     return normal((7,), dtype=torch.float32)()
 
 
-# Of float32 throughout, by tolerances: the dtype comes first. torch fails the correct twin, too: its step is not the
-# one that was taken.
+# All tensors are float32 and tolerances apply: the dtype is named first. torch also fails the correct twin, because it
+# does not divide by the step that was taken.
 add(
     "large offset in float32",
     "low precision",

@@ -1,4 +1,4 @@
-"""Mistakes in backwards of common operators, with their true causes; most are older than the rules for them."""
+"""Mistakes in backwards of common operators, with their true causes; most were written before the rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOUBLE = torch.float64
 
 @dataclass(frozen=True)
 class Operator:
-    """One mistake: any of causes is a true first one; none at all is a wrong answer unless None is among them."""
+    """One mistake. Each of `causes` is right as the first cause. No cause is wrong, unless None is among them."""
 
     name: str
     causes: tuple[str | None, ...]

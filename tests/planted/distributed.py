@@ -1,4 +1,4 @@
-"""Distributed functions, right ones and with the mistakes that are made between ranks.
+"""Distributed functions, right ones and ones with mistakes between ranks.
 
 Each needs a process group: `Row.make(rank, count)` gives what this rank passes to `fastgrad.distributed.check`.
 """
@@ -28,11 +28,11 @@ class Row:
     Attributes
     ----------
     is_wrong
-        Whether its gradient is.
+        Whether its gradient is wrong.
     causes
-        Which must be named first: one of these; () where any may be.
+        One of these causes must be named first; empty: any cause.
     fewest
-        Ranks: with fewer the mistake changes nothing.
+        The smallest number of ranks at which the mistake has an effect.
     is_first
         Whether it is the first mistake of its function.
     """
@@ -107,7 +107,7 @@ def mean(x: Tensor) -> Tensor:
 
 
 def twice(x: Tensor) -> Tensor:
-    """A sum of what was summed already."""
+    """A sum that is reduced twice."""
     return total(total(x))
 
 
@@ -139,12 +139,12 @@ def next_part(dim: int, x: Tensor) -> Tensor:
 
 
 def scaled(factor: Callable[[int], float], x: Tensor) -> Tensor:
-    """A tensor times what depends on the number of ranks."""
+    """A tensor times a factor that depends on the number of ranks."""
     return factor(dist.get_world_size()) * x
 
 
 def on_first_rank(x: Tensor) -> Tensor:
-    """The sum over ranks, which only rank 0 uses; the others keep their own."""
+    """The sum over ranks on rank 0; the other ranks keep their own tensors."""
     summed = total(x)
     return summed if dist.get_rank() == 0 else same(x)
 
@@ -185,7 +185,7 @@ def row_parallel(backward: Callable[[Tensor], Tensor], rank: int, count: int) ->
 
 
 def embedding(backward: Callable[[Tensor], Tensor], rank: int, count: int) -> Call:
-    """Rows of a table on each rank: what another rank has is zero, and the sum is the embedding."""
+    """Rows of a table on each rank. Rows of other ranks count as zero, and the sum over ranks is the embedding."""
     reduce = operator(total, backward)
     rows = 2
     words = torch.tensor([0, 2 * count - 1, 1, 1])
@@ -235,7 +235,7 @@ def gathered_product(backward: Callable[[Tensor], Tensor], rank: int, count: int
 
 
 def attention(backward: Callable[[Tensor], Tensor], rank: int, count: int) -> Call:
-    """Ring attention: keys and values go round, queries stay."""
+    """Ring attention: keys and values are passed around the ranks, queries stay."""
     rotate = operator(lambda x: neighbors(x, 1), backward)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def attention(backward: Callable[[Tensor], Tensor], rank: int, count: int) -> Ca
 
 
 def experts(backward: Callable[[Tensor], Tensor], rank: int, count: int) -> Call:
-    """Rows go to the rank of their expert and come back."""
+    """Rows are sent to the rank of their expert, and sent back."""
     send = operator(exchanged, backward)
     return (
         lambda x, w: send(send(x) @ w[0]).sigmoid(),
@@ -271,7 +271,7 @@ def averaging(backward: Callable[[Tensor], Tensor], rank: int, count: int) -> Ca
 
 
 def pipeline(backward: Callable[[Tensor], Tensor], rank: int, count: int) -> Call:
-    """A stage on each rank, each sends to the next: what the last one has is the result."""
+    """A pipeline: one stage per rank, each sends to the next rank, and the last rank has the result."""
     send = operator(lambda x: neighbors(x, 1), backward)
 
     def stages(x: Tensor, w: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ def pipeline(backward: Callable[[Tensor], Tensor], rank: int, count: int) -> Cal
 
 
 def scattered(backward: Callable[[Tensor], Tensor], rank: int, count: int) -> Call:
-    """Each rank takes its rows of what all hold; backward gathers."""
+    """Each rank takes its rows of a replicated tensor; backward gathers them."""
     scatter = operator(lambda x: own(x, 0), backward)
     return (
         lambda x: scatter(x.square()).exp(),
@@ -306,7 +306,7 @@ def reduce_scattered(backward: Callable[[Tensor], Tensor], rank: int, count: int
 
 
 def dtensor_matmul(factor: float, rank: int, count: int) -> Call:
-    """A product of DTensors, which bring their placements."""
+    """A product of DTensors, which have their own placements."""
     from torch.distributed.tensor import DTensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (count,))
@@ -323,7 +323,7 @@ def dtensor_matmul(factor: float, rank: int, count: int) -> Call:
 
 
 def wrong_declaration(make: Callable[..., Call], changes: dict[str, Any], rank: int, count: int) -> Call:
-    """A right function that is declared as another one."""
+    """A right function with wrong placements."""
     func, inputs, keywords = make(rank, count)
     return func, inputs, {**keywords, **changes}
 
@@ -356,7 +356,7 @@ def _named(name: str, make: Any, right: Backward, mistakes: Sequence[tuple[str, 
 
 
 def rows() -> list[Row]:
-    """All of them: the right ones first in each group."""
+    """All functions, the right ones first in each group."""
     gather, turned = partial(gathered, 0), lambda x: gathered(0, x).flip(0)
     scale = [("times the ranks", lambda n: float(n), FACTOR), ("divided by the ranks", lambda n: 1.0 / n, FACTOR)]
 

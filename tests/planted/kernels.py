@@ -1,4 +1,4 @@
-"""Ten kernels of the kind that exists in lower dtypes only, fused and composed, with planted mistakes.
+"""Ten kernels of a kind that exists only in lower dtypes, fused and composed, with planted mistakes.
 
 A fused kernel is a torch.autograd.Function that computes in float32 and rounds its results to the dtype of its inputs.
 Its composed twin applies torch's operators one after another, and runs in double precision, too.
@@ -31,7 +31,7 @@ class Kernel:
     shapes
         Of the floating inputs, which come first.
     mistakes
-        What `backward` can get wrong.
+        The mistakes of `backward`.
     rest
         Makes the other inputs.
     spread
@@ -77,7 +77,7 @@ class Kernel:
 
 
 def _in_one_entry(factor: float) -> Callable[[Gradients], Gradients]:
-    """Changes one entry of the first gradient: the one that three of four are smaller than."""
+    """Changes one entry of the first gradient: the one at the upper quartile."""
 
     def change(gradients: Gradients) -> Gradients:
         first = gradients[0].clone(memory_format=torch.contiguous_format)

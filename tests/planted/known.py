@@ -1,4 +1,4 @@
-"""Planted errors by authors who know the engines: the classes of mistake, and what each engine finds hard."""
+"""Planted errors by authors who know the engines: classes of mistakes, and difficult cases for each engine."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ ROWS = [
         RIGHT_SQUARE,
         phrase="Backward is not reentrant",
     ),
-    # torch runs all 12 rows, then all again: 12 is a multiple of 3, and it sees the same values twice.
+    # torch runs all 12 rows, then all again. Because 12 is a multiple of 3, both runs give the same values.
     Row(
         "nondeterministic every third call",
         square(moves_every_third_call()),

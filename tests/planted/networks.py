@@ -132,7 +132,7 @@ FAMILIES: tuple[type[nn.Module], ...] = (Perceptron, Convolutions, Attention, Re
 
 
 def made(family: type[nn.Module], slot: Slot) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
-    """A network of a family, the same every time."""
+    """A network of a family, the same in every call."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         inputs, rows = _inputs(family)
@@ -154,7 +154,7 @@ class Fault:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Summed over all but the last dimension."""
+    """The sum over all dimensions except the last."""
     return tensor.reshape(-1, tensor.shape[-1]).sum(0)
 
 
@@ -165,7 +165,7 @@ def _zero(w: Tensor) -> Tensor:
 def elementwise(
     name: str, forward: Callable[[Tensor], Tensor], wrong: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]
 ) -> Fault:
-    """W f(x), where only the derivative of f is wrong."""
+    """The product w f(x), in which only the derivative of f is wrong."""
 
     def backward(slope: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
         return lambda g, x, w: (g * w * slope(x), _rows(g * forward(x)))
@@ -218,7 +218,7 @@ def _mean_row(tensor: Tensor) -> Tensor:
 
 
 def _outer_backward(right: bool) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Of x + w (w . x), by rows."""
+    """The backward of x + w (w . x), row by row."""
 
     def backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         of_w = (g * (x @ w).unsqueeze(-1)) + (x * (g @ w).unsqueeze(-1) if right else 0.0)
@@ -289,16 +289,16 @@ class Custom(nn.Module):
 
 
 def custom(fault: Fault, right: bool) -> Slot:
-    """The slot of a fault, or of its right twin."""
+    """The slot for a fault, or for its right twin."""
     apply = function(fault.forward, fault.right if right else fault.wrong)
     return lambda features: Custom(features, apply)
 
 
-# Corruptions: the forward pass is right, and backward finds something else than was saved, or gets other gradients.
+# Corruptions: the forward pass is right, but saved tensors or gradients are changed before backward uses them.
 
 
 class Gate(nn.Module):
-    """x sigmoid(w x), and then something happens to what was saved."""
+    """x sigmoid(w x); afterwards, `corrupt` changes saved tensors."""
 
     def __init__(self, features: int, corrupt: Callable[[Tensor, Tensor], object]) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class Gate(nn.Module):
 
 
 class Overrun(torch.autograd.Function):
-    """The identity; its kernel writes to memory that is not its own."""
+    """The identity; its kernel also writes to the memory of another tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
@@ -389,7 +389,7 @@ CUTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def detached(cut: Callable[[Tensor], Any]) -> Slot:
-    """The slot of a cut."""
+    """The slot for a cut."""
     return lambda features: Detached(features, cut)
 
 
@@ -405,7 +405,7 @@ def wrong_networks() -> Iterator[Network]:
             yield Network(_named(family, fault.name), _maker(family, slot), "operation", "Planted", "slot")
     names = list(CORRUPTIONS)
     for i, family in enumerate(FAMILIES):
-        # Hooks on tensors and on modules by turns.
+        # Hooks on tensors and on modules in turn.
         for name in [*names[:3], names[3 + i % 2]]:
             kind, slot = CORRUPTIONS[name]
             yield Network(_named(family, name), _maker(family, slot), kind, "", "slot")

@@ -29,12 +29,12 @@ def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Calla
 
 
 def anywhere(output: tuple[int, ...], input: tuple[int, ...]) -> bool:
-    """Every entry is one that is really wrong."""
+    """Whether an entry is wrong: always true."""
     return True
 
 
 def normal(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Callable[[], tuple[Tensor, ...]]:
-    """Makes leaves of these shapes with standard normal components, the same ones every time."""
+    """Makes leaves of these shapes with standard normal components, the same in every call."""
 
     def inputs() -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(3)

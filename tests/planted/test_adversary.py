@@ -1,4 +1,4 @@
-"""A sample of the adversary's table, in sizes that take no time: tests.planted.adversary_sweep runs all of it."""
+"""A part of the adversary's table, in small sizes; tests.planted.adversary_sweep runs all of it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAST = [pytest.param(row, "fast", id=f"{row.name}, fast mode") for row in list(s
 
 @pytest.mark.parametrize(("row", "mode"), [*SLOW, *FAST])
 def test_wrong_is_found_and_right_passes(row: Attack, mode: str) -> None:
-    """By the truth of the table, or else by torch's slow mode, which does not see all of it either."""
+    """The table states the true verdict. If it does not, torch's slow mode decides, which also misses some errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about float32 inputs
         mine = own(row, 0, mode, "auto")

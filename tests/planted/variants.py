@@ -1,4 +1,4 @@
-"""Mistakes that one random point does not show, each with the variant that does and its right twin."""
+"""Mistakes that a check at one random point misses, each with the variant that finds it and its right twin."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ SINE = custom(torch.sin, cosine)
 
 
 def flat(x: Tensor) -> Tensor:
-    """What a kernel reads that takes a tensor for contiguous, from the first element of its storage on."""
+    """The values that a kernel reads from the beginning of the storage if it assumes contiguous memory."""
     memory = x.detach().as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
     return memory[: x.numel()].reshape(x.shape)
 
@@ -107,7 +107,7 @@ MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def exact(right: Callable[..., Tensor], mistake: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:
-    """The value of right, with a wrong gradient."""
+    """The value of `right`, with a wrong gradient."""
     gradient = mistake(right(*inputs))
     return right(*inputs).detach() + gradient - gradient.detach()
 
@@ -204,7 +204,7 @@ def _saved_otherwise_in_backward(mistake: Callable[[Tensor], Tensor]) -> Callabl
 
 
 def _by_flag(mistake: Callable[[Tensor], Tensor], flag: Callable[[], Any], usual: Any) -> Callable[..., Any]:
-    """Wrong where a flag is another in forward than usual."""
+    """Wrong if a flag is not at its usual value in forward."""
 
     def save(ctx: Any, x: Tensor) -> None:
         ctx.save_for_backward(x)
@@ -221,7 +221,7 @@ def _by_flag(mistake: Callable[[Tensor], Tensor], flag: Callable[[], Any], usual
 
 
 class ByMode(torch.nn.Module):
-    """Wrong in one of two modes; no mistake: right in both."""
+    """Wrong in one of two modes; without a mistake, right in both."""
 
     def __init__(self, mistake: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -316,14 +316,14 @@ CONDITIONS: dict[str, tuple[Callable[[Tensor], Any], Callable[[], tuple[Any, ...
 
 
 def after_offset(x: Tensor) -> Tensor:
-    """What one reads that knows where a tensor begins, and takes it for contiguous."""
+    """The values that a kernel reads from a tensor's first element on if it assumes contiguous memory."""
     last = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
     memory = x.detach().as_strided((last,), (1,))
     return memory[torch.arange(x.numel()) % last].reshape(x.shape)
 
 
 class _Overwritten(torch.autograd.Function):
-    """Rows of x at an index, with a gradient that repeated indices make wrong."""
+    """Rows of x at an index; the gradient is wrong for repeated indices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, keep: Callable[..., Tensor]) -> Tensor:
@@ -357,7 +357,7 @@ def _largest(zeros: Tensor, index: Tensor, g: Tensor) -> Tensor:
 
 
 class _BiasWithoutRows(torch.autograd.Function):
-    """x + bias; what the gradient of the bias is where there are no rows."""
+    """x + bias; without rows, the gradient of the bias is `value`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, value: float) -> Tensor:
@@ -438,7 +438,7 @@ POINTS_AND_LAYOUTS = [
 
 
 class _BiasByNeed(torch.autograd.Function):
-    """The gradient of the bias is another where that of x is not needed."""
+    """x + bias; the gradient of the bias is wrong if that of x is not needed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, mistake: Callable[[Tensor], Tensor]) -> Tensor:
@@ -451,7 +451,7 @@ class _BiasByNeed(torch.autograd.Function):
 
 
 def power(exponent: int, depth: int, mistake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """x**exponent: derivatives up to depth are right, and that of the last one is not."""
+    """x**exponent: derivatives up to order `depth` are right, and the next one is wrong."""
     slope: Callable[..., Any]
     if depth == 0:
         slope = partial(exact, lambda x: x ** (exponent - 1), mistake)
@@ -465,7 +465,7 @@ def by_parts(
     slope: Callable[..., Any] = torch.cos,
     vmap: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[..., Any]:
-    """Sin with a jvp of its own; slope is what backward calls, and vmap what vmap gets."""
+    """Sin with a custom jvp; slope: called by backward; vmap: the batching rule."""
 
     class Parts(torch.autograd.Function):
         @staticmethod
@@ -523,7 +523,7 @@ def _slope_with_jvp(mistake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def _where_batched(mistake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """Wrong where grad_output is a batch of vmap."""
+    """Wrong if grad_output is a batch of vmap."""
 
     def backward(g: Tensor, x: Tensor) -> Tensor:
         return mistake(cosine(g, x)) if torch._C._functorch.is_legacy_batchedtensor(g) else cosine(g, x)

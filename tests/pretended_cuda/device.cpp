@@ -98,7 +98,7 @@ struct Memory final : c10::Allocator {
 } memory;
 REGISTER_ALLOCATOR(c10::kCUDA, &memory)
 
-// A generator on the CPU under another name.
+// A CPU generator that is used as the generator of a device.
 struct Generator final : c10::GeneratorImpl {
   Generator(c10::DeviceIndex index, at::Generator behind)
       : c10::GeneratorImpl(c10::Device(c10::kCUDA, index), c10::DispatchKeySet(c10::DispatchKey::CUDA)),

@@ -1,4 +1,4 @@
-// What the pretended device's files share.
+// Shared by the files of the simulated device.
 #pragma once
 
 #include <ATen/core/Generator.h>

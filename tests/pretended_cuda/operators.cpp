@@ -1,4 +1,4 @@
-// Operators of the pretended device: the CPU's kernels on the same memory, under the rules of a device.
+// Operators of the simulated device: the CPU's kernels on the same memory, under the rules of a device.
 //
 // Tensors of several devices do not meet, the host's reads are counted and forbidden where torch forbids them to wait,
 // and random numbers are the device's own.
@@ -39,7 +39,7 @@ at::Storage twin(const at::Storage& storage, c10::Device device) {
       c10::GetAllocator(device.type()), true);
 }
 
-// Tensors of the device that an operator is given, as tensors of the CPU over the same memory; and back.
+// Converts an operator's tensors on the device to CPU tensors over the same memory, and back.
 class Twins {
  public:
   std::optional<c10::Device> device;  // where results go
@@ -83,7 +83,7 @@ class Twins {
     return cpu;
   }
 
-  // Changes of arguments by an operator apart from their values: other sizes, other memory.
+  // Transfers changes of arguments other than values: new sizes and new memory.
   void settle() {
     for (size_t k = 0; k < pairs_.size(); ++k) {
       const auto [cpu, own] = pairs_[k];
@@ -117,7 +117,7 @@ class Twins {
     }
     if (cpu.is_sparse()) {
       auto* const found = at::sparse::get_sparse_impl(cpu);
-      const c10::DeviceGuard guard(*device);  // it begins with empty tensors of the current one
+      const c10::DeviceGuard guard(*device);  // it begins with empty tensors on the current device
       at::Tensor own =
           at::detail::make_tensor<at::SparseTensorImpl>(c10::DispatchKeySet(c10::DispatchKey::SparseCUDA), cpu.dtype());
       auto* const sparse = at::sparse::get_sparse_impl(own);
@@ -162,7 +162,7 @@ class Twins {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
 };
 
-// The device that all tensors of a call are on. Numbers on the CPU may meet any; indices and what is copied, too.
+// The device of all tensors of a call. Numbers on the CPU, indices and copied tensors may be on any device.
 class OneDevice {
  public:
   explicit OneDevice(const c10::OperatorHandle& op) : op_(op) {
@@ -186,7 +186,7 @@ class OneDevice {
   std::optional<c10::Device> seen_;
 };
 
-// Random numbers of a device come from its own generator, whichever way the CPU's kernel requests them.
+// Random numbers of a device come from its own generator, however the CPU's kernel requests them.
 class Dice {
  public:
   Dice(bool throws, c10::DeviceIndex device) {
@@ -339,7 +339,7 @@ TORCH_LIBRARY_FRAGMENT(pretended_cuda, library) {
 }
 namespace {
 
-// Where the CPU has a kernel of its own, the device has one, too: a default for all devices is not meant for it.
+// If the CPU has its own kernel, the device has one, too: the default for all devices is not meant for it.
 void register_kernels(torch::Library& library, c10::DispatchKey like) {
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findOp(name);
@@ -367,7 +367,7 @@ TORCH_LIBRARY_IMPL(aten, SparseCUDA, library) { register_kernels(library, c10::D
 TORCH_LIBRARY_IMPL(aten, SparseCsrCUDA, library) { register_kernels(library, c10::DispatchKey::SparseCsrCPU); }
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   register_kernels(library, c10::DispatchKey::CPU);
-  // Whole: they look at the device, and choose among libraries that are not there.
+  // Not decomposed: they would choose a library by the device, and these libraries are missing.
   for (const char* name : {"convolution", "_convolution", "convolution_backward"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&pretended::run>());
   }

@@ -1,4 +1,4 @@
-"""What a caller, or func, may do to the memory, threads and exceptions that a check shares with it."""
+"""Actions of a caller, or of func, on memory, threads and exceptions that affect a check."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_memory_taken_away_is_an_error_and_is_given_back(
             act(x)
         return y
 
-    # Of second order, func differentiates: what torch says of a gradient of another shape is func's own error.
+    # In second order, the checked func is a backward, which raises torch's error for a gradient of the wrong shape.
     message = "freed or replaced the memory" if check is fastgrad.gradcheck else None
     with pytest.raises(RuntimeError, match=message):
         check(func, (x,), **engine)
@@ -152,7 +152,7 @@ class Stops(torch.autograd.Function):
 
 
 def outcome_at(place: tuple[str, int], error: BaseException, check: Any, engine: dict[str, Any]) -> object:
-    """What a check returns or raises where a call raises; a report's failure counts as its detail."""
+    """What a check returns or raises if a call raises; for a failure, the detail of the report."""
     Stops.calls, Stops.at, Stops.error = {}, place, error
     order = 2 if check is fastgrad.gradgradcheck else 1
     forward = {} if order == 2 else {"check_forward_ad": True}
@@ -189,7 +189,7 @@ def test_an_error_of_funcs_own_generator_is_left_as_it_is() -> None:
 
 
 def has_dual_level() -> bool:
-    """Whether a level of forward-mode AD was left behind, seen from Python or from below."""
+    """Whether a level of forward-mode AD is still set, in Python or below."""
     if forward_ad._current_level != -1:
         return True
     with forward_ad.dual_level():  # raises below a level
@@ -244,7 +244,7 @@ def test_an_exception_in_forward_mode_leaves_no_level(error: type[BaseException]
 
 
 def in_threads(count: int, work: Callable[[], object]) -> list[object]:
-    """What each of some threads returned or raised; none waits for good."""
+    """What each thread returned or raised; asserts that none waits forever."""
     found: list[object] = []
 
     def run() -> None:

@@ -80,7 +80,7 @@ BATCHED = {"batched CSR", "batched BSC"}
 
 
 class Scale(torch.autograd.Function):
-    """3 s, dense; its gradient is `factor` times grad_output, at one flat index more, in the requested layout."""
+    """3 s, dense; its gradient is `factor` times grad_output, wrong at one flat index, in the requested layout."""
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, masked: bool, factor: float, wrong_at: int | None) -> Tensor:
@@ -96,7 +96,7 @@ class Scale(torch.autograd.Function):
         if wrong_at is not None:
             gradient.view(-1)[wrong_at] *= 1.5
         if masked:
-            # Wrong entries stay, whether they are specified or not.
+            # Wrong entries are kept, specified or not.
             specified = torch.zeros(s.shape).reshape(-1)
             specified[elements(s)] = 1
             if wrong_at is not None:
@@ -164,7 +164,7 @@ def test_verdicts_are_torchs(name: str, masked: bool) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_wrong_entry_is_named(layout: torch.layout, masked: bool) -> None:
-    for wrong_at in (10, 3):  # the second is specified in no layout but the blocked ones
+    for wrong_at in (10, 3):  # the second element is specified only in the blocked layouts
         func = lambda s, w=wrong_at: Scale.apply(s, masked, 3.0, w)  # noqa: E731
         with pytest.raises(
             fastgrad.GradcheckError, match="Jacobian mismatch for output 0 with respect to input 0"
@@ -227,7 +227,7 @@ def test_no_differentiable_output_counts_unspecified_elements_unless_masked() ->
     for checker in (fastgrad.gradcheck, torch.autograd.gradcheck):
         assert verdict(checker, func, sparse(torch.sparse_coo), masked=True)
     assert not verdict(fastgrad.gradcheck, func, sparse(torch.sparse_coo))
-    # Torch forgets to densify here, and misses a derivative of 2.
+    # torch does not make the input dense here, and misses a derivative of 2.
     assert verdict(torch.autograd.gradcheck, func, sparse(torch.sparse_coo))
 
 
@@ -242,7 +242,7 @@ def test_the_same_sparse_tensor_twice_is_one_input(layout: torch.layout) -> None
         wrong = lambda s, t, m=masked: product(s, t.detach(), m)  # noqa: E731
         assert fastgrad.gradcheck(func, (s, s), masked=masked)
         assert not fastgrad.gradcheck(wrong, (s, s), masked=masked, raise_exception=False)
-        # Torch densifies each place separately, and perturbs one.
+        # torch makes a dense copy for each position, and perturbs one of them.
         assert verdict(torch.autograd.gradcheck, func, (s, s), masked=masked) == masked
 
 
@@ -265,7 +265,7 @@ def test_sparse_inputs_without_gradients_are_passed_through() -> None:
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_values_that_depend_on_what_is_specified(layout: torch.layout) -> None:
-    """Differences, and the values in their middle, are of a copy that specifies all elements."""
+    """Differences, and the values at x, use a copy with all elements specified."""
     func = lambda s: s.to_dense(masked_grad=False) * 3 + 1e3 * s._nnz()  # noqa: E731
     wrong = lambda s: func(s).detach() + 0 * func(s)  # noqa: E731
     for settings in (Settings(), Settings(fast_mode=True, engine="sketch")):
@@ -284,7 +284,7 @@ def test_a_lost_gradient_of_what_is_specified_nowhere() -> None:
 
 
 class KeepsGradients(torch.autograd.Function):
-    """3 s, dense; passes on a sparse gradient if grad_output is undefined."""
+    """3 s, dense; returns a sparse gradient if grad_output is undefined."""
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, invented: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The caller's state, aliasing and stateful functions: whatever happens, the inputs come back bit for bit."""
+"""The caller's state, aliasing and stateful functions: the inputs are always restored bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 
 
 def both(func: Callable[..., Any], inputs: Any, **keywords: Any) -> bool:
-    """The verdict, after torch slow mode has given the same one."""
+    """The verdict, which must be that of torch's slow mode."""
     verdict = fastgrad.gradcheck(func, inputs, raise_exception=False, **keywords)
     assert torch.autograd.gradcheck(func, inputs, raise_exception=False, **keywords) == verdict
     return verdict
@@ -92,7 +92,7 @@ class PlantedError(Exception):
 def test_restored_when_func_raises_on_every_call(
     error: type[BaseException], dtype: torch.dtype, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_costs(monkeypatch, guess_seconds=0.0)  # or the number of calls would depend on the time they take
+    set_costs(monkeypatch, guess_seconds=0.0)  # otherwise the number of calls would depend on their time
     x = leaf(2, 7, dtype=dtype)
     with torch.no_grad():
         x[0, 0] = -0.0
@@ -113,7 +113,7 @@ def test_restored_when_func_raises_on_every_call(
     state = Bits(x)
     for raise_at in range(1, total + 1):
         calls = 0
-        # Only one call may fail without harm: the look whether func needs a graph takes no for an answer.
+        # Only one call may raise without consequences: the one that tests whether func needs a graph.
         try:
             fastgrad.gradcheck(func, (x,), engine=engine)
         except error:
@@ -241,7 +241,7 @@ def test_views_returned_as_outputs() -> None:
 
 
 class Buffered(torch.autograd.Function):
-    """x * x into one buffer, reused by every call."""
+    """x * x in a buffer that every call reuses."""
 
     buffer = torch.zeros(0, dtype=torch.float64)
 
@@ -258,7 +258,7 @@ class Buffered(torch.autograd.Function):
 
 
 def test_a_reused_output_buffer() -> None:
-    # torch clones a result before the next call, and so do we.
+    # torch and fastgrad both copy a result before the next call.
     assert both(Buffered.apply, (leaf(5),))
 
 
@@ -386,11 +386,11 @@ def test_mark_dirty() -> None:
 
 
 class Tagged(Tensor):
-    """A subclass that goes through __torch_function__."""
+    """A subclass that uses __torch_function__."""
 
 
 class Wrapper(Tensor):
-    """A wrapper subclass that goes through __torch_dispatch__ and knows ATen only."""
+    """A wrapper subclass that uses __torch_dispatch__ and supports only operators of ATen."""
 
     inner: Tensor
 
@@ -433,7 +433,7 @@ def test_a_wrapper_subclass() -> None:
 
 
 def test_func_sees_no_graph_only_where_it_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_costs(monkeypatch, guess_seconds=0.0)  # the first look runs, however quick func is
+    set_costs(monkeypatch, guess_seconds=0.0)  # the first look runs even for a fast func
     x = leaf(20)
     modes = []
 
@@ -445,7 +445,7 @@ def test_func_sees_no_graph_only_where_it_makes_no_difference(monkeypatch: pytes
     assert modes.count(False) > 30
 
     def looks(v: Tensor) -> Tensor:
-        # Right where gradients are recorded; another function, equal at x only, where they are not.
+        # Right if gradients are recorded; otherwise another function, which is equal only at x.
         return v.sin() if torch.is_grad_enabled() else x.detach().sin() + 0 * v
 
     looks_at_mode = fastgrad.gradcheck(looks, (x,), raise_exception=False)
@@ -507,7 +507,7 @@ def test_a_result_that_changes_on_any_call_is_an_assertion(change_at: int, chang
         fastgrad.gradcheck(func, (x,), memory_limit=100)
     except AssertionError as error:
         message = str(error)
-    # One call to learn the outputs; in passes of two columns and one, four and two for differences, and a graph each.
+    # One call for the outputs; then two passes (two columns, one column) with two calls per column and one for a graph.
     assert message.startswith("Expected `func` to return") == (change_at < 9)
     assert state.unchanged()
 
@@ -603,7 +603,7 @@ def test_lists_scalars_empty_tensors_and_other_arguments() -> None:
 
 @pytest.mark.parametrize("mode", [{}, {"fast_mode": True, "engine": "sketch"}])
 def test_empty_outputs_beside_others(mode: dict[str, Any]) -> None:
-    """The backward of view_as_real wants strides of 1, of empty tensors, too."""
+    """The backward of view_as_real requires strides of 1, also for empty tensors."""
     x, z = leaf(3), torch.zeros(0, dtype=torch.complex128).requires_grad_()
     func = lambda x, z: (torch.view_as_real(z), x.sin(), x.cos())  # noqa: E731
     assert torch.autograd.gradcheck(func, (x, z))
@@ -655,14 +655,14 @@ def test_lazily_conjugated_and_negated_inputs(check: Any, shape: tuple[int, ...]
     for value in (conjugated, negated):
         before = value.clone()
         value.requires_grad_()
-        for _ in range(20):  # enough to trip over memory that was written out of bounds
+        for _ in range(20):  # enough to crash if memory was written out of bounds
             assert check(lambda x: x * x.sin(), value)
             assert not fastgrad.gradcheck(lambda x: x.detach() * x, value, raise_exception=False) or not value.numel()
         assert torch.equal(value, before)
 
 
 class KeepsItsGradient(torch.autograd.Function):
-    """2 x, whose backward returns the same memory every time, and writes over it."""
+    """2 x; its backward returns the same memory in every call, and overwrites it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, escapes: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""gradgradcheck: grad_outputs, documented examples, and what only second derivatives show."""
+"""gradgradcheck: grad_outputs, documented examples, and errors that only second derivatives show."""
 
 from __future__ import annotations
 
@@ -125,13 +125,13 @@ def test_the_forward_pass_is_not_run_again_where_only_grad_outputs_move(monkeypa
         return v.repeat(40).sin()
 
     assert fastgrad.gradgradcheck(func, (x,), engine="dense")
-    # Of some 410 evaluations, those that move x, two at most for each, and a few that record.
+    # Of about 410 evaluations, only those that move x call forward (at most two each), and a few that record.
     assert calls <= 2 * 5 + 12
 
 
 @pytest.mark.parametrize("engine", ["dense", "compressed"])
 def test_a_backward_that_reads_what_the_last_forward_left(engine: str) -> None:
-    """The graph of an earlier forward pass would give another gradient: it is only used while it is the last."""
+    """The graph of an earlier forward pass would give another gradient, so only the last graph is reused."""
     x = torch.linspace(0.1, 1, 6, dtype=torch.float64).requires_grad_()
     left: list[Tensor] = []
 

@@ -77,7 +77,7 @@ class Problem:
 
 
 def random_problem(chance: random.Random, generator: torch.Generator) -> Problem:
-    """Element-wise, sparse or dense; of one scale, of scales that differ, or with a few entries that stand out."""
+    """A random problem: element-wise, sparse or dense; with equal scales, different scales, or a few large entries."""
     kind = chance.choice(["element-wise", "sparse", "dense"])
     n = chance.choice([20, 60, 200] if kind != "dense" else [20, 60])
 
@@ -107,7 +107,7 @@ def excluded(report: Report) -> float:
 
 
 def try_problem(seed: int, engine: str, counts: Counter[str]) -> list[str]:
-    """Places errors in a problem; describes those that pass though the report excludes them."""
+    """Places errors in a problem; describes those that pass although the report excludes them."""
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     problem = random_problem(chance, generator)
     settings = {**SETTINGS[engine], "seed": seed}
@@ -124,7 +124,7 @@ def try_problem(seed: int, engine: str, counts: Counter[str]) -> list[str]:
             counts["found"] += 1
             continue
         report = fastgrad.check(wrong, problem.x, **settings)
-        if excluded(report) >= abs(error):  # the error itself raised the bound, which says so
+        if excluded(report) >= abs(error):  # the error itself increased the bound of this report
             counts["within the bound of its own report"] += 1
             continue
         missed.append(f"{engine}, problem {seed}: {error:.3g} at [{output}, {index}], bound {bound:.3g}: {report}")

@@ -1,4 +1,4 @@
-"""Checks that are cut short: whatever func or backward raises, and whenever Ctrl-C comes, inputs and modes stay.
+"""Interrupted checks: inputs and modes are unchanged after any exception of func or backward, and after Ctrl-C.
 
 `python -m tests.properties.interrupts --runs 2000` prints how many runs there were, how they ended, and every one that
 left something changed, which fails the run.
@@ -27,7 +27,7 @@ import fastgrad
 
 
 class PlannedError(Exception):
-    """What a func raises here."""
+    """The exception of a func here."""
 
 
 ERRORS = (PlannedError, RuntimeError, KeyboardInterrupt)
@@ -48,7 +48,7 @@ class Fuse:
 
 
 class Burning(torch.autograd.Function):
-    """The identity, which burns a fuse in forward, backward and jvp."""
+    """The identity; counts its calls of forward, backward and jvp on a fuse, which raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fuse: Fuse) -> Tensor:
@@ -114,7 +114,7 @@ FUNCS = (pure, wrong, elementwise, writes_past_counters, writes_in_place, moves_
 
 @dataclass
 class State:
-    """What must be as before: the inputs and their gradients, bit by bit, and the modes."""
+    """State that must not change: the inputs and their gradients, bit by bit, and the modes."""
 
     tensors: tuple[Tensor, ...]
     before: list[Any] = field(default_factory=list)
@@ -201,7 +201,7 @@ def case(pick: random.Random) -> Case:
         torch.complex128 if pick.random() < 0.25 and not entry.startswith(("functional", "taylor")) else torch.double
     )
     inputs = tensors_for(pick, dtype, pick.choice((1, 1, 2)))
-    if len(inputs) == 2:  # alike in shape, as the sums of products want
+    if len(inputs) == 2:  # equal shapes, as sums of products need
         inputs = (inputs[0], inputs[0].detach().clone().requires_grad_(pick.random() < 0.7))
     fuse = Fuse()
     bound = partial(func, fuse)
@@ -277,7 +277,7 @@ def outcome(run: Callable[[], object]) -> str:
 
 
 def run_one(seed: int, at_a_time: bool) -> tuple[str, str, list[str]]:
-    """A check, cut short at a random call of func or backward or, at_a_time, moment: text, end, what changed."""
+    """A check that is interrupted at a random call or, with at_a_time, at a random time: its text, end and changes."""
     whole = case(random.Random(seed))
     start = time.perf_counter()
     ended = outcome(whole.run)

@@ -22,7 +22,7 @@ UNFIT = (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError)
 
 
 class Short:
-    """A dataclass that prints as the expression that makes it, without the values that are defaults."""
+    """A dataclass whose repr is the expression that makes it, without default values."""
 
     def __repr__(self) -> str:
         given = ((each.name, getattr(self, each.name), each.default) for each in fields(self))  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def _uncoalesced(x: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> tuple[int, int]:
-    """Of two rows or columns, where that divides them: half-filled blocks specify zeros."""
+    """Block sizes: 2 if it divides the rows or columns, otherwise 1. Half-filled blocks specify zeros."""
     return 2 - x.shape[0] % 2, 2 - x.shape[1] % 2
 
 
@@ -84,7 +84,7 @@ DENSE_DIMS = {name: int(name == "hybrid" or "two" in name or "dense" in name) fo
 
 @dataclass(frozen=True, repr=False)
 class Input(Short):
-    """An argument of a program; same_as: the very tensor that an earlier input is."""
+    """An argument of a program; same_as: the earlier input that is the same tensor."""
 
     shape: tuple[int, ...] = ()
     dtype: str = "float64"
@@ -122,7 +122,7 @@ class Input(Short):
 class Op:
     """apply(*values, *numbers); takes: one letter a value: a any, r real, c complex, s sparse, i integer.
 
-    Numbers are any small naturals: what they mean depends on the values (a dimension, modulo how many there are).
+    Numbers are small natural numbers; their meaning depends on the values (for example a dimension, modulo ndim).
     """
 
     apply: Callable[..., Any]
@@ -300,7 +300,7 @@ def _moderate(value: Any) -> bool:
 
 
 def results(op: Op, values: list[Tensor], numbers: tuple[int, ...], last: bool) -> dict[tuple[int, ...], Tensor]:
-    """The results of op for all values that it takes, by their positions; last: the last value must be among them."""
+    """The results of op for all suitable values, by their positions; last: the last value must be among them."""
     places = [[i for i, value in enumerate(values) if _fits(value, letter)] for letter in op.takes]
     found = {}
     for positions in product(*places):

@@ -1,4 +1,4 @@
-"""Both checkers' verdicts on a program, what is true of it, and the listed difference that explains another verdict."""
+"""Verdicts of both checkers on a program, the true verdict, and the listed difference that explains a disagreement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.properties.programs import IGNORED, KINDS, Program
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one checker says: "pass", "fail" or the name of an exception; kind is that of fastgrad's failure."""
+    """The outcome of a checker: "pass", "fail" or the name of an exception; kind: of fastgrad's failure."""
 
     word: str
     message: str = ""
@@ -55,7 +55,7 @@ def verdict(program: Program, own: bool) -> Verdict:
 
 
 def _grad_outputs(program: Program) -> tuple[Tensor, ...]:
-    """Those that fastgrad makes: where a backward is not linear, verdicts on it depend on them."""
+    """The grad_outputs that fastgrad makes: the verdict on a backward that is not linear depends on them."""
     keywords = dict(program.keywords + program.own)
     try:
         outputs = _tracked(program.results())
@@ -68,13 +68,13 @@ def _tracked(results: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(value for value in results if isinstance(value, Tensor) and value.requires_grad)
 
 
-# What is true: products of autograd with many vectors against differences of high order.
+# The true verdict: products by autograd with many vectors, compared with differences of high order.
 
 
 def flaws(program: Program) -> frozenset[str]:
-    """The kinds of vectors whose products with a program's derivative autograd gets wrong, or what else is wrong.
+    """The kinds of vectors for which autograd's products with the derivative are wrong, and other errors.
 
-    Neither checker has a part in it: the derivative is extrapolated from differences at three large steps, of a
+    This uses neither checker. The derivative is extrapolated from differences at three large steps: of a
     sparse input with respect to the specified elements under masked semantics, the others being zero, and otherwise to
     all elements of a copy that specifies them.
 
@@ -147,7 +147,7 @@ def _function(program: Program) -> tuple[Function, tuple[Any, ...]]:
         inputs, whole = (*inputs, *_grad_outputs(program)), backward
     else:
         whole = results
-    # Under forward mode results do not require grad: those count that do outside of it.
+    # In forward mode results do not require grad, so the results that require grad outside of it count.
     positions = [i for i, value in enumerate(whole(*inputs)) if _tracked([value])]
 
     def function(*arguments: Any) -> tuple[Tensor, ...]:
@@ -181,7 +181,7 @@ def _unflat(vector: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an input is moved, and what the function gets.
+    """The memory in which an input is moved, and the tensor that the function gets.
 
     values is strided memory; elements is the flat number of the element that each value of a sparse input is.
     """
@@ -192,7 +192,7 @@ class Place:
 
 
 def _place(x: Tensor, masked: bool) -> Place:
-    """Of an input, whose values are moved where it is strided or masked; otherwise of a copy that specifies all."""
+    """The place of an input: its own values if it is strided or masked, otherwise a copy that specifies all."""
     if x.layout is torch.strided:
         return Place(x.detach(), None, x)
     if x.layout is torch.sparse_coo:
@@ -270,7 +270,7 @@ def _jacobian(function: Function, given: Sequence[Any], inputs: Sequence[Tensor]
 
 
 def _gapped(x: Tensor, between: float) -> Tensor:
-    """With transposed strides and gaps that hold a number; as it is where empty: torch takes that for contiguous."""
+    """A copy with transposed strides and gaps that hold a number; an empty tensor, which counts as contiguous, itself."""
     if not x.numel():
         return x
     gaps = torch.full((*x.shape[::-1], 2), between, dtype=x.dtype)
@@ -279,7 +279,7 @@ def _gapped(x: Tensor, between: float) -> Tensor:
 
 
 def _offset(x: Tensor) -> Tensor:
-    """Behind the beginning of its storage, by one element."""
+    """A copy at a storage offset of one element."""
     storage = torch.cat([x.new_full((1,), float("nan")), x.reshape(-1)])
     return storage[1:].view(x.shape)
 
@@ -300,7 +300,7 @@ def _vectors(size: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _vjps(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[Product]:
-    """A one-hot vector is a grad_output of one output, as in torch; others are of all."""
+    """VJPs. As in torch, a one-hot vector is a grad_output of one output; other vectors are those of all outputs."""
     size = len(_flat(outputs))
     for name, vector in _vectors(size):
 
@@ -326,7 +326,7 @@ def _vjps(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[Produ
 def _jvps(
     function: Function, arguments: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor], zero: bool
 ) -> Iterator[Product]:
-    """Of a tensor that is given twice, both places get its tangent; zero: whether zero tangents are tried.
+    """JVPs. If a tensor is passed twice, both places get its tangent; zero: whether zero tangents are tried.
 
     Gaps hold a finite number: a jvp that reads it and multiplies it by zero is not a flaw, and is not reported.
     """
@@ -372,12 +372,12 @@ class Comparison:
 
     @property
     def untrue(self) -> bool:
-        """Whether fastgrad passes a flaw or fails without one.
+        """Whether fastgrad passes although there is a flaw, or fails although there is none.
 
-        That a backward moves is seen by chance, a tiny tangent for zero tangents is only looked for in comparison
-        with undefined ones, torch's own view_as_real refuses an odd storage offset, rounding to low precision drowns
-        small steps, not large ones, and what a backward clamps is large for some vectors only. Errors of single entries
-        below the tolerance may add up in sums of them.
+        Some exceptions do not count. A backward that varies between runs is found only by chance. A tiny tangent for
+        zero tangents is only compared with that for undefined ones. torch's view_as_real does not accept an odd storage
+        offset. Rounding to low precision dominates small steps, but not large ones. A clamp in backward affects only
+        some vectors. Errors of entries below the tolerance may add up in sums.
         """
         if self.flaws is None:
             return False
@@ -393,7 +393,7 @@ class Comparison:
 
     @property
     def alarm(self) -> bool:
-        """Whether the verdicts differ and no row says why, or fastgrad's is not the truth."""
+        """Whether the verdicts differ without a listed reason, or fastgrad's verdict is not the true one."""
         return (self.differ and not self.row) or self.untrue
 
     def __str__(self) -> str:
@@ -450,7 +450,7 @@ def _unlimited(program: Program) -> Program:
 
 
 def _asks_sparse(torchs: Verdict) -> bool:
-    """Whether torch compared a sparse gradient with zero, which torch cannot."""
+    """Whether torch raised because it cannot compare a sparse gradient with zero."""
     return "aten::eq.Scalar" in torchs.message or torchs.message.startswith("unsupported tensor layout: Sparse")
 
 
@@ -467,7 +467,7 @@ def _without_untracked(program: Program) -> Program:
 
 
 def _once(program: Program) -> Program:
-    """The program that gets every tensor once and uses it wherever it used the same one: forward mode, not masked."""
+    """The same program with every tensor passed once and used at all its places: forward mode, not masked."""
     if not program.forward and KINDS[program.kind].keywords.get("masked") is not False:
         return program
     to = list(range(len(program.inputs) + len(program.steps)))

@@ -36,7 +36,7 @@ def _fed(feed: Callable[[Tensor], Tensor]) -> Wrong:
 
 
 def _parts(feed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A function of real numbers on both parts of complex ones."""
+    """Applies a function of real numbers to both parts of complex ones."""
 
     def both(x: Tensor) -> Tensor:
         return torch.complex(feed(x.real), feed(x.imag)) if x.is_complex() else feed(x)
@@ -59,7 +59,7 @@ def _low_precision(x: Tensor, grads: list[Tensor], number: int) -> Tensor:
 
 
 def _storage_order(x: Tensor) -> Tensor:
-    """What a kernel reads that takes every grad_output for a contiguous one."""
+    """The values that a kernel reads if it assumes that every grad_output is contiguous."""
     strides = torch.empty(x.shape, device="meta").stride()
     within = [min(pair) for pair in zip(strides, x.stride(), strict=True)]  # a read beyond the storage would raise
     return x if x.is_conj() or x.is_neg() else x.as_strided(x.shape, within)
@@ -386,5 +386,5 @@ def planted(op: Callable[..., Any], level: str, name: str, number: int) -> Calla
 
 
 def differentiable(arguments: Sequence[Tensor]) -> list[int]:
-    """Positions of those that can carry gradients."""
+    """Positions of the values that can require grad."""
     return [i for i, x in enumerate(arguments) if x.is_floating_point() or x.is_complex()]

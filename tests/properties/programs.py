@@ -57,7 +57,7 @@ IGNORED = {"integer", "boolean", "none"}
 
 @dataclass(frozen=True)
 class Kind:
-    """A way of checking: which checker with which keywords, where errors go, which inputs."""
+    """A kind of check: the checker and its keywords, the places of errors, and the kinds of inputs."""
 
     check: str = "gradcheck"
     keywords: Mapping[str, bool] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class Program(Short):
         return self.captures and value.layout in SPARSE and not value.requires_grad
 
     def make_func(self) -> Callable[..., Any]:
-        """A fresh function: what a planted error remembers does not pass from one check to the next."""
+        """A new function, so that the state of a planted error is not shared between checks."""
         functions = [step.function() for step in self.steps]
         own = self._made()
 
@@ -206,7 +206,7 @@ def _inputs(pick: Pick, sparse: bool, lazy: bool, small: bool) -> tuple[Input, .
 
 
 def _steps(pick: Pick, values: list[Tensor], kind: Kind) -> list[Step]:
-    """Steps that fit, whose results are appended to values."""
+    """Random steps that fit the values; their results are appended to values."""
     steps = []
     names = [pick(list(SPARSE_OPS)) for _ in range(pick([2, 1, 3]))] if kind.sparse else []
     names += [pick(list(OPS)) for _ in range(pick(range(1, 5 if kind.check == "gradgradcheck" else 9)))]
@@ -225,7 +225,7 @@ def _steps(pick: Pick, values: list[Tensor], kind: Kind) -> list[Step]:
 
 
 def _outputs(pick: Pick, values: list[Tensor]) -> list[tuple[int, str]]:
-    """The last value and up to two others, some of them without gradients."""
+    """The last value, and up to two others, some of which require no grad."""
     dense = [i for i, value in enumerate(values) if value.layout is torch.strided and differentiable([value])]
     tracked = [i for i in dense if values[i].requires_grad]
     outputs = [(((tracked if not _rarely(pick, 10) else dense) or [0])[-1], "as it is")]
@@ -236,7 +236,7 @@ def _outputs(pick: Pick, values: list[Tensor]) -> list[tuple[int, str]]:
 
 
 def _plant(pick: Pick, steps: list[Step], values: list[Tensor], outputs: list[tuple[int, str]], kind: Kind) -> None:
-    """Makes one of the steps that lead to the outputs a custom Function, wrong in three cases of four."""
+    """Replaces one of the steps that lead to the outputs by a custom Function, in three of four cases a wrong one."""
     first = len(values) - len(steps)
     needed = {i for i, _ in outputs}
     for number in reversed(range(len(steps))):

@@ -1,8 +1,8 @@
 """Both checkers on many generated programs.
 
 `python -m tests.properties.sweep --examples 2000 --seed 0` prints how many programs ran and how many verdicts differ,
-kind by kind, and every program with a difference that docs/differences.md does not list or with a verdict that is not
-the truth, which fails the run.
+by kind, and every program with a difference that docs/differences.md does not list, or with a wrong verdict. Such a
+program fails the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Choices:
 
 
 def shrunk(choices: list[int], kinds: Sequence[str] | None) -> Comparison:
-    """The comparison of a simpler program with an alarm of the same two verdicts: fewer choices, then simpler ones."""
+    """The comparison for a simpler program that gives the same two verdicts: fewer choices, then simpler choices."""
     best = compare(generate(Choices(choices), kinds))
     words = best.torchs.word, best.own.word
 

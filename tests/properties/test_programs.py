@@ -1,4 +1,4 @@
-"""fastgrad's verdict is torch slow mode's on generated programs; `python -m tests.properties.sweep` runs many."""
+"""Verdicts on generated programs equal those of torch's slow mode; `python -m tests.properties.sweep` runs many."""
 
 from __future__ import annotations
 

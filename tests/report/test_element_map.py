@@ -1,4 +1,4 @@
-"""Maps of errors in a tensor's own shape: every error at its place, and never more cells than fit on a page."""
+"""Maps of errors in the shape of a tensor: every error at its place, with a limited number of cells."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_large_tensors_are_binned_and_the_worst_error_of_a_bin_is_shown(shape: t
 
 
 class Halved(torch.autograd.Function):
-    """A product; the gradient of one element of the second factor is half of what it should be."""
+    """A product; the gradient of one element of the second factor is half of the right one."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pages and figures: whole and escaped, whatever a report holds, and never as large as the Jacobian."""
+"""Pages and figures are complete and escaped for any report, and never as large as the Jacobian."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.report.test_report import run, scaled, synthetic, uniform
 
 
 class Page(HTMLParser):
-    """Tags that are opened are closed, in order; texts and attributes are kept."""
+    """Asserts that tags are closed in order; keeps texts and attributes."""
 
     VOID = frozenset({"meta", "br", "path", "use", "rect", "image", "stop", "circle"})
 
@@ -163,7 +163,7 @@ def test_every_kind_of_failure_has_a_page(kind: FailureKind) -> None:
 
 def test_a_notebook_shows_the_same_page(failed: Report, text_of_failed: str) -> None:
     fragment = failed._repr_html_()
-    assert fragment in text_of_failed  # and the same report gives the same page
+    assert fragment in text_of_failed  # the same report gives the same page
     assert "<html" not in fragment
 
 
@@ -293,7 +293,7 @@ def test_nothing_to_plot() -> None:
 def test_without_matplotlib(failed: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     page = Page(failed.to_html())
-    assert page.tags.count("svg") == 2  # those that are drawn without it
+    assert page.tags.count("svg") == 2  # the figures that are drawn without matplotlib
     assert "plots need matplotlib: pip install matplotlib." in page.text
     with pytest.raises(ImportError, match=r"pip install matplotlib"):
         failed.plot()

@@ -1,4 +1,4 @@
-"""What a person reads: whole texts, so that a change of wording is a decision."""
+"""Whole messages, so that no wording changes by accident."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.planted.causes import CAUSES
 
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said must not depend on what else the machine is doing."""
+    """Messages must not depend on the load of the machine."""
     monkeypatch.setattr(experiments, "SECONDS", 60.0)
 
 
@@ -372,7 +372,7 @@ def test_probable_causes_in_words(cause: CauseName) -> None:
     text = str(raised.value)
     heads = ("  probably ", "  or ", "  and there ")
     lines = [line for line in text.splitlines() if line.startswith(heads)]
-    # What they rest on, in parentheses, differs from machine to machine in its last digits.
+    # The last digits of the evidence in parentheses differ between machines.
     said = [re.sub(r"\(\S+\.py:\d+\)", "(LINE)", line[2:].rpartition(" (")[0]) for line in lines]
     assert said == list(CAUSE_LINES[cause])
     assert "  because" not in text
@@ -402,7 +402,7 @@ def test_a_nan_is_reported_as_such() -> None:
 
 
 class Derived(torch.autograd.Function):
-    """The identity, with a backward and a jvp of the test's making."""
+    """The identity, with the backward and the jvp of a test."""
 
     backward_of: Callable[[torch.Tensor | None], Any] = staticmethod(lambda g: g)
     jvp_of: Callable[[torch.Tensor | None], Any] = staticmethod(lambda t: t)

@@ -1,4 +1,4 @@
-"""What reports hold: verdicts, what was compared, where failing entries lie, and the documented plain form."""
+"""Contents of reports: verdicts, what was compared, positions of failing entries, and the documented plain form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def uniform(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def scaled(*where: Any, factor: complex = 1.5) -> Any:
-    """x^2 with a gradient that is a factor off at some places."""
+    """x^2 with a gradient that is off by a factor at some places."""
 
     class Square(torch.autograd.Function):
         @staticmethod
@@ -149,7 +149,7 @@ def test_a_failure_names_the_pairs_before_it() -> None:
 @pytest.mark.parametrize("engine", ["sketch", "compressed"])
 def test_located_entries_make_a_pair(engine: str) -> None:
     class Stray(torch.autograd.Function):
-        """sin, with one entry of its gradient where there is none."""
+        """sin, with an entry in its gradient that should be zero."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ def test_entries_beyond_the_worst_are_those_at_eps() -> None:
 
 def test_what_is_right_once_re_measured_is_no_worst_entry() -> None:
     class Root(torch.autograd.Function):
-        """The root, with a gradient that is wrong at element 2."""
+        """The square root, with a gradient that is wrong at element 2."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -275,7 +275,9 @@ def test_what_is_right_once_re_measured_is_no_worst_entry() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_convergence_is_what_was_measured(dtype: torch.dtype) -> None:
-    x = uniform(4, dtype=dtype).detach().div_(2).requires_grad_()  # within 1, steps are the same for all coordinates
+    x = (
+        uniform(4, dtype=dtype).detach().div_(2).requires_grad_()
+    )  # for |x| < 1, all coordinates have the same steps
     failure = run(scaled(2), x, engine="dense").failure
     assert failure is not None
     steps = [difference.step for difference in failure.convergence]
@@ -332,7 +334,7 @@ def test_many_places_are_counted_only() -> None:
 @pytest.mark.parametrize(
     ("outputs", "inputs", "expected"),
     [
-        # One row of the input, which matters everywhere.
+        # One row of the input affects all outputs.
         ([(i, j) for i in range(6) for j in range(8)], [(5, j) for _ in range(6) for j in range(8)], "in0[5, :]"),
         ([(2, j) for j in range(8)], [(2, j) for j in range(8)], "out0[2, :] and in0[2, :]"),
         ([(i, 7) for i in range(6)], [(i, 7) for i in range(6)], "out0[:, 7] and in0[:, 7]"),
@@ -343,7 +345,7 @@ def test_many_places_are_counted_only() -> None:
             [(i, 3) for i in range(6)] * 4,
             "out0[:, 0:7:2] and in0[:, 3]",
         ),
-        # Two or three anywhere show nothing.
+        # Few entries at unrelated places have no extent.
         ([(0, 1), (3, 6), (5, 2)], [(0, 1), (3, 6), (5, 2)], ""),
         ([(3, 4)], [(3, 4)], ""),
     ],
@@ -503,7 +505,7 @@ def fields_of(kind: Any) -> set[str]:
 
 
 def held_by(kind: Any) -> dict[str, Any]:
-    """The classes of this project that a report holds, by annotations and with itself, by name."""
+    """The report class and the classes of its fields, by name, from annotations."""
     imported_for_types = vars(evidence) | vars(low_precision)
     found, todo = {}, [kind]
     while todo:
@@ -532,7 +534,7 @@ def test_every_part_of_a_report_is_documented() -> None:
 
 
 def conforms(value: Any, kinds: str) -> bool:
-    """Whether a plain value is of one of the documented types."""
+    """Whether a plain value has one of the documented types."""
     for kind in kinds.split(", "):
         if kind.startswith("list of "):
             if isinstance(value, list) and all(conforms(item, kind.removeprefix("list of ")) for item in value):
@@ -558,7 +560,7 @@ def conforms(value: Any, kinds: str) -> bool:
 
 
 def synthetic() -> Report:
-    """A report with all there is in it, and nothing of it ordinary."""
+    """A report in which every field is set, to unusual values."""
     entry = Entry((3, 17), (5, 2), complex(math.nan, 1), complex(-math.inf, 0), math.inf, 1e-9)
     comparison = Comparison(
         entries=8448,
@@ -671,7 +673,7 @@ def test_reports_are_equal_that_say_the_same() -> None:
     assert failed != run(scaled(0), x, atol=1e-7)
     assert failed != run(scaled(0), x + 1)
     assert passed != "passed"
-    # Times, and what rests on them, do not count; NaN equals NaN.
+    # Times, and fields that depend on them, do not count; NaN equals NaN.
     slower = dataclasses.replace(synthetic(), seconds=3.0, phases={}, plan=None, evaluations=99)
     assert synthetic() == slower
     assert synthetic() != dataclasses.replace(slower, undecided=1e-2)

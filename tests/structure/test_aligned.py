@@ -1,4 +1,4 @@
-"""Patterns of aligned dimensions, against the Jacobians of operators, and what they cost and find in a check."""
+"""Patterns of aligned dimensions: compared with Jacobians of operators; their cost and their findings in a check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def matrix_of(func: Func, shapes: Shapes) -> tuple[np.ndarray, Shapes]:
-    """Where the Jacobian of func differs from zero, and the shapes of its outputs."""
+    """The nonzero entries of the Jacobian of func, and the shapes of its outputs."""
     inputs = tuple(normal(*shape, seed=k) for k, shape in enumerate(shapes))
 
     def outputs(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -192,7 +192,7 @@ def test_after_a_failure_every_entry_of_a_small_problem_is_compared() -> None:
     assert report.plan is not None
     assert (report.plan.engine, report.plan.reason) == (
         "dense",
-        "guessed from dimensions that are aligned; after a failure, every entry",
+        "guessed from dimensions that are aligned; after a failure, every entry was compared",
     )
     assert report.failure is not None
     assert report.failure.comparison is not None

@@ -1,4 +1,4 @@
-"""Coloring and transposing patterns, against the definition in plain Python."""
+"""Coloring and transposing patterns, compared with the definition in plain Python."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lists_of(starts: Indices, members: Indices) -> Lists:
 
 
 def slow_first_fit(lists: Lists, order: list[int]) -> list[int]:
-    """The oracle, by definition: each vertex the lowest color of no vertex that shares a target with it."""
+    """The oracle: each vertex gets the lowest color that no vertex with a common target has."""
     colors: dict[int, int] = {}
     for vertex in order:
         near = {colors[other] for other in colors if set(lists[other]) & set(lists[vertex])}
@@ -128,7 +128,7 @@ def is_star_coloring(lists: Lists, colors: dict[int, int]) -> bool:
 
 
 def slow_star_coloring(lists: Lists, order: list[int]) -> list[int]:
-    """The oracle of first fit, by definition."""
+    """The oracle of first fit."""
     colors: dict[int, int] = {}
     for vertex in order:
         fitting = (c for c in range(len(lists)) if is_star_coloring(lists, {**colors, vertex: c}))
@@ -148,7 +148,7 @@ def test_star_color_is_first_fit_in_the_better_order(lists: Lists) -> None:
     assert colors is not None
     assert colors.tolist() == expected
     assert is_star_coloring(lists, dict(enumerate(expected)))
-    # What decompression relies on: of each edge, one end has no second neighbor of the other's color.
+    # Decompression requires that one end of each edge has no second neighbor with the color of the other end.
     for i, own in enumerate(lists):
         for j in own:
             alone = [[w for w in lists[a] if w != a and colors[w] == colors[b]] == [b] for a, b in ((i, j), (j, i))]
@@ -200,7 +200,7 @@ def test_star_coloring_of_a_large_arrow_and_grid_takes_seconds() -> None:
 
 
 def linear_layer(batch: int, inputs: int, outputs: int) -> Lists:
-    """Of y = x W^T: column (b, i) of x, then column (o, i) of W; y has (b, o)."""
+    """The pattern of y = x W^T: columns (b, i) of x, then columns (o, i) of W; rows (b, o) of y."""
     own = [[b * outputs + o for o in range(outputs)] for b in range(batch) for _ in range(inputs)]
     return own + [[b * outputs + o for b in range(batch)] for o in range(outputs) for _ in range(inputs)]
 
@@ -223,7 +223,7 @@ def test_known_structures(lists: Lists, targets: int, colors: int) -> None:
 
 
 def test_rows_of_a_linear_layer() -> None:
-    # The row of y[b, o] meets those of the same b in x and those of the same o in W: a Latin square.
+    # y[b, o] depends on x with the same b and on W with the same o, so the colors form a Latin square.
     batch, inputs, outputs = 8, 3, 8
     starts, members = coloring.transpose(*csr(linear_layer(batch, inputs, outputs)), batch * outputs)
     colors = coloring.color(starts, members, batch * inputs + outputs * inputs)
@@ -248,7 +248,7 @@ def blocks() -> tuple[Indices, Indices, int]:
 
 
 def random() -> tuple[Indices, Indices, int]:
-    # One target in each tenth: distinct within a vertex.
+    # One target in each tenth of all targets, so those of a vertex are distinct.
     members = np.random.default_rng(0).integers(0, 20_000, (200_000, 10)) + np.arange(10) * 20_000
     return np.arange(200_001) * 10, members.reshape(-1), 200_000
 
@@ -265,7 +265,7 @@ def test_two_million_nonzeros_take_seconds(pattern: Callable[[], tuple[Indices, 
     assert np.array_equal(key_starts, of_targets)
     assert np.array_equal(members[order], np.arange(targets).repeat(np.diff(of_targets)))
     assert np.array_equal(order // 10, vertices)
-    # A target met twice by one color would be a pair (target, color) met twice.
+    # If a color had a target twice, the pair (target, color) would occur twice.
     pairs = members * count(colors) + colors.repeat(10)
     assert np.unique(pairs).size == pairs.size
     assert np.array_equal(colors[grouped], np.arange(count(colors)).repeat(np.diff(group_starts)))

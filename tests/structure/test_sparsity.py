@@ -1,4 +1,4 @@
-"""Patterns: guessed from shapes, and found by refinement, against the pattern that is there."""
+"""Patterns that are guessed from shapes or found by refinement, compared with the true pattern."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dense(pattern: Pattern) -> np.ndarray:
 
 
 def oracle(matrix: np.ndarray) -> tuple[Callable[[Mask], Mask], Callable[[Mask], Mask]]:
-    """What reacts to columns, and to rows, of a matrix that is known."""
+    """The rows that react to columns, and the columns that react to rows, of a known matrix."""
     return lambda columns: matrix[:, columns].any(1), lambda rows: matrix[rows].any(0)
 
 
@@ -176,7 +176,7 @@ def test_one_side_may_be_hopeless() -> None:
 
 
 def test_windows_show_before_channels() -> None:
-    """A convolution: all channels mix, and positions do in windows of three."""
+    """A convolution: outputs depend on all channels, at three neighboring positions."""
     window = np.abs(np.arange(64)[:, None] - np.arange(64)[None, :]) <= 1
     matrix = np.kron(np.ones((32, 32), dtype=bool), window)
     pattern = probe(matrix, blocks((32, 64)), blocks((32, 64)), budget=400)
@@ -230,7 +230,7 @@ def test_single_sources_are_decoded(data: st.DataObject) -> None:
     most = sum(2 + (size - 1).bit_length() for size in sizes)
     assert by_columns.origin.startswith(f"read from {most} evaluations")
     assert decode(oracle(matrix)[0], inputs, m, most - 1) is None
-    sources = decode(oracle(matrix.T)[1], inputs, m, 1000)  # the same, seen from the rows
+    sources = decode(oracle(matrix.T)[1], inputs, m, 1000)  # the same for rows
     assert sources is not None
     assert (
         np.sort(sources[0] * 100 + sources[1]) == np.flatnonzero(np.pad(matrix, ((0, 0), (0, 100 - sum(sizes)))))

@@ -1,4 +1,4 @@
-"""fastgrad.patch: torch's checkers run fastgrad's, however they are reached, and are themselves again afterwards."""
+"""fastgrad.patch: torch's checkers forward to fastgrad, however they are reached, and are restored afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests import processes
 
 
 class Rolled(torch.autograd.Function):
-    """2 x, with a gradient in the wrong places: torch's fast mode passes it at n = 8000."""
+    """2 x, with gradients at wrong positions: torch's fast mode passes it at n = 8000."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def test_contexts_nest_and_hold_for_all_threads() -> None:
     first, second = fastgrad.patch(), fastgrad.patch()
     first.__enter__()
     checks = second.__enter__()
-    first.__exit__(None, None, None)  # not the innermost: the other one stays in force
+    first.__exit__(None, None, None)  # not the innermost one, which stays active
     early(torch.sin, normal(3))
     second.__exit__(None, None, None)
     assert len(checks) == 1
@@ -233,7 +233,7 @@ def test_compare_gives_torch_the_random_numbers_that_fastgrad_had() -> None:
         seen.clear()
         with fastgrad.patch(compare=compare):
             early(noisy, normal(2))
-            early_gradgrad(torch.sin, normal(2))  # torch's draws grad_outputs
+            early_gradgrad(torch.sin, normal(2))  # torch's checker draws grad_outputs
         return torch.rand(3)
 
     alone = draws(compare=False)
@@ -245,7 +245,7 @@ def test_compare_gives_torch_the_random_numbers_that_fastgrad_had() -> None:
 
 @pytest.mark.parametrize("kind", ["nested", "sparse"])
 def test_what_fastgrad_does_not_check_torch_does_not_either(kind: str) -> None:
-    # Hence no fallback to torch's checkers: the day one of these passes there, it is worth having here.
+    # Therefore there is no fallback to torch's checkers. If torch supports one of these one day, fastgrad should, too.
     if kind == "sparse":
         inputs = torch.eye(3, dtype=torch.float64).to_sparse_csr().requires_grad_()
         func: Callable[[Tensor], Tensor] = lambda x: x.to_dense(masked_grad=False) * 2  # noqa: E731

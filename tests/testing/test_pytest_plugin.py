@@ -1,4 +1,4 @@
-"""pytest --fastgrad, in sessions within this one; those that need a process of their own are few, as torch is dear."""
+"""pytest --fastgrad, in sessions inside this one; few have their own process, because importing torch takes long."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-# Also to have been imported: sessions within forget what they import, which torch does not survive.
+# Imports torch here, because sessions inside tests undo their imports, and torch cannot be imported twice.
 import fastgrad.report.html  # noqa: F401
 from fastgrad.testing.pytest_plugin import Session, Summary
 
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]
-# Hypothesis would be imported anew in every session.
+# Hypothesis would be imported again in every session.
 PLUGIN = ("-p", "pytest_fastgrad", "-p", "no:cacheprovider", "-p", "no:hypothesispytest")
 
 OPERATORS = """
@@ -61,7 +61,7 @@ def torchs_imports() -> None:
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A suite to be: its operators are there; workers find this tree, installed or not."""
+    """An empty suite with its operators; workers find this source tree, installed or not."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     pytester.makepyfile(operators=OPERATORS)
     return pytester
@@ -113,12 +113,12 @@ def test_names_imported_early_and_late_classes_and_fixtures(suite: pytest.Pytest
             gradcheck(func, x)
         """,
     )
-    result = run(suite, "--fastgrad", ".")  # a path after the flag is a path
+    result = run(suite, "--fastgrad", ".")  # a path after the flag is not its value
     result.assert_outcomes(passed=5, failed=2)
     result.stdout.fnmatch_lines(
         [
             "fastgrad *: gradcheck and gradgradcheck instead of torch's",
-            # The line of the test, and no line of the checker.
+            # The line of the test is shown, but no line of the checker.
             ">       gradcheck(Halved.apply, x)",
             "E       fastgrad.GradcheckError: Halved: gradient of x (*) is wrong in *",
             "*= fastgrad =*",
@@ -159,7 +159,7 @@ def test_compare_fails_where_the_verdicts_differ_whatever_the_test_makes_of_it(s
     )
     result = run(suite, "--fastgrad=compare")
     result.assert_outcomes(passed=1, failed=3)
-    text = result.stdout.str().partition("short test summary")[0]  # which repeats the messages where CI is set
+    text = result.stdout.str().partition("short test summary")[0]  # it repeats the messages if CI is set
     assert text.count("fastgrad's gradcheck failed, and torch's passed") == 3
     assert text.count("torch: passed after") == 3
     assert text.count("its slow mode shows which verdict is right") == 3

@@ -75,7 +75,7 @@ number = 3
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A file with operators; what finding it puts into sys.path and sys.modules is forgotten again."""
+    """A file with operators; changes of sys.path and sys.modules are undone."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "operators_of_mine", None)
     monkeypatch.delitem(sys.modules, "operators_of_mine")
@@ -152,7 +152,7 @@ def test_an_interrupt_ends_quietly(
 
 
 def test_a_closed_pipe_ends_quietly() -> None:
-    # No warning that plain Python is slower.
+    # without the warning that plain Python is slower
     command = [sys.executable, "-W", "ignore", "-m", "fastgrad", "check", "torch:sin", "-i", "float64[3]"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -171,7 +171,7 @@ def test_a_wrong_function_fails_and_is_reported(
     assert out.startswith(f"{file}:Halved at float64[4]\ngradcheck failed\nHalved: gradient of inputs[0] (float64[4])")
     assert "  worst      d " in out
     assert "<html" in page.read_text()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # the plots of one page will do
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # one page with plots is enough
     arguments = ("check", f"{file}:Wrong", "-i", "float64[2,3]", "--order", "both", "--json", "--html", str(page))
     code, out, err = run(capsys, *arguments)
     assert (code, err) == (1, "")
@@ -388,7 +388,7 @@ def test_inputs_are_what_their_specifications_say() -> None:
     assert [made(text) for text in ("3", "None", "(1, 2)", "'mean'")] == [3, None, (1, 2), "mean"]
     assert torch.equal(made("float64[5]", seed=1), made("float64[5]", seed=1))
     assert not torch.equal(made("float64[5]", seed=1), made("float64[5]", seed=2))
-    # A seed means the same values in all dtypes.
+    # A seed gives the same values in all dtypes.
     assert torch.equal(made("float32[5]"), made("float64[5]").float())
     for layout in ("coo", "csr", "csc", "bsr", "bsc"):
         s = made(f"float64[20,10],layout={layout},density=0.3")
@@ -415,7 +415,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert len(tests) >= 6
     assert all(line.endswith("as expected") for line in tests)
     monkeypatch.setattr(doctor, "OPTIONAL", {"no_such_module": "nothing much"})
-    # A checker that passes everything is found out.
+    # The self-test fails for a checker that passes everything.
     monkeypatch.setattr(doctor.ForgottenFactor, "backward", doctor.SquaredReLU.backward)
     code, out, _ = run(capsys, "doctor", "--json")
     assert code == 1

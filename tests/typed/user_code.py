@@ -1,4 +1,4 @@
-"""Code as users write it: type checkers take what is right, and mark what is wrong. Not run."""
+"""Code as users write it, for type checkers: they must accept right code and report wrong code. It is not run."""
 
 from __future__ import annotations
 

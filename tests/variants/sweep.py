@@ -1,10 +1,10 @@
-"""What check_variants says of right functions: wrong derivatives of torch, or false alarms.
+"""Results of check_variants for right functions: wrong derivatives of torch, or false failures.
 
     python -m tests.variants.sweep operators [every] [first]
     python -m tests.variants.sweep programs [count]
 
-takes every so-manieth operator of torch's database, from `first` on, in double precision, with its first sample of 2 to
-60 elements; or a number of generated programs. Some seconds each.
+checks every `every`-th operator of torch's database, from `first` on, in double precision, at its first sample of 2 to
+60 elements; or `count` generated programs. Some seconds each.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
     for case in cases:
         try:
             report = fastgrad.check_variants(case.func, case.inputs, seconds=20.0, nondet_tol=case.nondet_tol)
-        except (ValueError, RuntimeError) as error:  # of inputs that cannot be checked
+        except (ValueError, RuntimeError) as error:  # for inputs that cannot be checked
             print(f"{case.name:40} {error}")
             continue
         if report.rows[0].verdict != "passed":

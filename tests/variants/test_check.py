@@ -1,4 +1,4 @@
-"""check_variants: planted mistakes are found where they hide, right functions are not accused, arguments."""
+"""check_variants: planted mistakes are found in their variants, right functions pass; arguments."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def _raw(x: Tensor) -> Tensor:
 
 
 class _Raw(torch.autograd.Function):
-    """A product whose backward reads y as if it were contiguous if x is."""
+    """A product whose backward reads y as if it were contiguous whenever x is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:

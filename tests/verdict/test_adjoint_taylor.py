@@ -1,4 +1,4 @@
-"""Second opinions: forward against reverse mode, and the order of a Taylor remainder."""
+"""Independent tests: forward against reverse mode, and the order of a Taylor remainder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_wrong_gradient_has_a_rate_of_one(error: float) -> None:
 def test_modes_that_differ_are_told_to_rounding() -> None:
     assert not fastgrad.adjoint_test(sine(backward=1 + 1e-6), leaf(3, 4)).passed
     assert fastgrad.adjoint_test(sine(backward=1 + 1e-6), leaf(3, 4), rtol=1e-5).passed
-    # Both wrong alike: only a difference shows it.
+    # Both modes have the same error: only differences show it.
     assert fastgrad.adjoint_test(sine(2.0, 2.0), leaf(3, 4)).passed
     assert not fastgrad.taylor_test(sine(2.0, 2.0), leaf(3, 4)).passed
 
@@ -109,7 +109,7 @@ def test_inputs_and_seeds() -> None:
 def test_single_precision_has_its_own_tolerance() -> None:
     x = leaf(4, dtype=torch.float32)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # there is no eps that would be too small
+        warnings.simplefilter("error")  # no warning, because the test has no eps that may be too small
         found = fastgrad.adjoint_test(torch.sin, x)
     assert found.passed
     assert found.rtol == pytest.approx(3.4e-4, rel=0.02)

@@ -1,4 +1,4 @@
-"""The comparison with other tools: its page is what its result says, its cells and verdicts what they are named."""
+"""The comparison with other tools: its page agrees with its result; its cells and verdicts are right."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_page_is_up_to_date() -> None:
 
 @pytest.fixture
 def little_garbage() -> Iterator[None]:
-    """Measuring memory collects garbage; not that of the whole session."""
+    """Measuring memory collects garbage; this excludes the garbage of the whole session."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Re-measuring entries that differ at eps: what a few steps accuse, what they may not, and what it costs."""
+"""Re-measuring entries that differ at eps: what a few steps decide, and what it costs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wrong_entries(
 
 
 def coupled(x: Tensor) -> Tensor:
-    """The first two elements, curved, each with five times the other one; the third one alone."""
+    """Two strongly curved outputs, each with five times the other input added; and the third element."""
     curved = x + 1e11 * (x - torch.tensor([0.3, 0.4, 0.5], dtype=x.dtype)) ** 3
     return torch.stack([curved[0] + 5 * x[1], curved[1] + 5 * x[0], x[2]])
 
@@ -94,7 +94,7 @@ def test_a_func_that_returns_other_values_in_one_call_fails(n: int, keywords: di
 @pytest.mark.parametrize("n", [3, 40])
 @pytest.mark.parametrize("offset", [1e6, 1e7, 1e8])
 def test_a_func_that_rounds_otherwise_from_run_to_run_is_right(offset: float, n: int, fast_mode: bool) -> None:
-    """As sums by atomic operations do on a GPU."""
+    """Like sums by atomic operations on a GPU."""
     generator = torch.Generator().manual_seed(0)
 
     def forward(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def test_a_func_that_rounds_otherwise_from_run_to_run_is_right(offset: float, n:
 
 @pytest.mark.parametrize("error", [1e-4, 1.0])
 def test_entries_that_differ_by_rounding_beside_a_wrong_one_are_unclear(error: float) -> None:
-    """An offset of 1e5 rounds to steps of 1.5e-11, and differences at eps to steps of 7e-6."""
+    """With an offset of 1e5, values are multiples of 1.5e-11, and differences at eps multiples of 7e-6."""
     factor = torch.ones(40, dtype=torch.float64)
     factor[7] += error
     func = function(lambda x: x + 1e5, lambda g, x: factor * g)

@@ -1,4 +1,4 @@
-"""Ramps and halving find the dominant contribution of a linear functional, in few calls."""
+"""Ramps and bisection find the dominant contribution of a linear functional in few calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fastgrad.verdict.locate import locate
 
 
 def search(contributions: Tensor, vector: Tensor) -> tuple[int, int]:
-    """The position found for sum contributions * vector, and the calls it took."""
+    """The position that is found for the sum of contributions * vector, and the number of calls."""
     calls = 0
 
     def residual(part: Tensor) -> float:
         nonlocal calls
         calls += 1
-        # A zero silences its place, also where the contribution is NaN.
+        # A zero removes the contribution of its place, even if this is NaN.
         return float(torch.where(part == 0, 0.0, contributions * part).sum())
 
     return locate(residual, vector, residual(vector)), calls - 1

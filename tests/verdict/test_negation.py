@@ -1,4 +1,4 @@
-"""Backwards and jvps that are wrong for vectors of one sign, next to larger entries in which their sums hide."""
+"""Backwards and jvps that are wrong for vectors of one sign; larger entries of the row hide the error in sums."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_fast_mode_finds_it_too(n: int, sign: float) -> None:
 
 
 def test_one_sign_within_the_tolerance_is_no_other_gradient_for_the_same_input() -> None:
-    """Fast mode said that two runs with the same inputs gave different values."""
+    """Fast mode once reported that two runs with the same inputs gave different values."""
     beyond = function(lambda x: x * x, lambda g, x: g * 2 * x + 0.1 * g.clamp(min=0))
     x = torch.tensor([1500.0, 300.0], dtype=torch.float64, requires_grad=True)
     assert fastgrad.check(beyond, x, fast_mode=True).passed

@@ -1,4 +1,4 @@
-"""Gradients with and without a graph of their own."""
+"""Gradients that are recorded, and gradients that are not."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ inline std::mt19937 order{[] {
 
 inline thread_local cudaError_t last_error = cudaSuccess;
 
-// The launch this many from now fails, as a device fails; 0: none does.
+// Number of launches until one fails, as on a device; 0: none fails.
 inline int failing_launch = 0;
 
 // Shared memory of every kernel so far: where, and how many bytes.
@@ -77,7 +77,7 @@ class Shared {
   T values_[count];
 };
 
-// A place in the source where threads wait. One that is off lets them pass: what a forgotten barrier does.
+// A place in the source where threads wait. If it is off, threads pass, as if the barrier was forgotten.
 struct Barrier {
   Barrier(const char* file, int line) : place(std::string(file) + ":" + std::to_string(line)) { all.push_back(this); }
   std::string place;
@@ -133,12 +133,12 @@ class Block {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     dim3 thread;
-    Barrier* barrier;  // where it waits; none: it has finished
+    Barrier* barrier;  // where the thread waits; null: it has finished
     void* sanitizer = nullptr;
   };
   static constexpr size_t stack_size = 64 * 1024;
 
-  // A fiber serves thread after thread: only those that wait at a barrier need one each.
+  // A fiber runs one thread after another. Only threads that wait at a barrier need a fiber each.
   static Fiber* idle() {
     if (idle_.empty()) {
       fibers_.push_back(std::make_unique<Fiber>());
@@ -197,7 +197,7 @@ class Block {
 #endif
   }
 
-  static inline std::vector<std::unique_ptr<Fiber>> fibers_;  // serve every block: making them is slow
+  static inline std::vector<std::unique_ptr<Fiber>> fibers_;  // reused for every block, because making them is slow
   static inline std::vector<Fiber*> idle_;
   static inline const std::function<void()>* body_ = nullptr;
   static inline Fiber* running_ = nullptr;
@@ -239,7 +239,7 @@ inline cudaError_t cudaGetLastError() { return std::exchange(cuda_emulation::las
     cuda_emulation::Block::wait(barrier);                       \
   }())
 
-// Few, so that a grid's edge is cheap to reach, and more than threads in a block: what one block joins of many.
+// Few blocks, so that tests reach the edge of a grid cheaply; more than threads per block, to test their reduction.
 #define FASTGRAD_MOST_BLOCKS 300
 #define FASTGRAD_SHARED(type, name, count) static cuda_emulation::Shared<type, count> name
 #define FASTGRAD_LAUNCH(kernel, grid, block, stream, ...) \

@@ -31,7 +31,7 @@ def _silu_product(a: Tensor, b: Tensor) -> Tensor:
 def _silu_product_in_place(g: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     grads = derived(_silu_product)(g, a, b)
     for saved, grad in zip((a, b), grads, strict=True):
-        saved.data.copy_(grad)  # as a kernel writes: autograd does not notice
+        saved.data.copy_(grad)  # like a write by a kernel, which autograd does not notice
     return grads
 
 

@@ -1,4 +1,4 @@
-"""What a wrong gradient of a release is, and what the planted ones share."""
+"""The class of a wrong gradient of a release, and helpers to plant it."""
 
 from __future__ import annotations
 

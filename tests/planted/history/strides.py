@@ -1,4 +1,4 @@
-"""Backwards that take grad_output for contiguous."""
+"""Backwards that assume a contiguous grad_output."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.planted.row import function, normal
 
 
 def _as_contiguous(g: Tensor) -> Tensor:
-    """What a kernel reads that takes g for contiguous: it begins at the first element and never leaves the storage."""
+    """The values that a kernel reads if it assumes that g is contiguous; it never reads outside of the storage."""
     flat = g.as_strided((g.untyped_storage().nbytes() // g.element_size(),), (1,), 0)
     first = g.storage_offset()
     return flat[(torch.arange(g.numel()) + first) % flat.numel()].view(g.shape)
 
 
 def _strided(forward: Callable[..., Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Makes forward with a backward that takes grad_output for contiguous, and forward."""
+    """Makes forward with a backward that assumes a contiguous grad_output, and forward itself."""
     backward = derived(forward)
     return function(forward, lambda g, *inputs: backward(_as_contiguous(g), *inputs)), forward
 
