@@ -73,7 +73,7 @@ struct Groups {
 
   int64_t count() const { return starts.numel() - 1; }
 
-  // Groups first, ..., last - 1 alone, or as many of them as there are.
+  // Only groups first, ..., last - 1; fewer if there are fewer groups.
   Groups part(int64_t first, int64_t last) const;
 
   // Where the coordinates of group g begin and end, and its entries. The caller must check the coordinates themselves.

@@ -67,7 +67,7 @@ std::vector<int64_t> largest_first(const Pattern& pattern) {
   for (int64_t vertex = 0; vertex < pattern.vertices; ++vertex) {
     largest = std::max(largest, pattern.size(vertex));
   }
-  std::vector<int64_t> place(largest + 1);  // of the next vertex of each size
+  std::vector<int64_t> place(largest + 1);  // the position of the next vertex of each size
   for (int64_t vertex = 0; vertex < pattern.vertices; ++vertex) {
     ++place[pattern.size(vertex)];
   }
@@ -258,7 +258,7 @@ std::tuple<at::Tensor, at::Tensor> transpose(const at::Tensor& starts, const at:
   at::Tensor starts_of_targets = starts_of(pattern.member, pattern.nonzeros, targets);
   at::Tensor vertices = at::empty({pattern.nonzeros}, at::kLong);
   const auto* start = starts_of_targets.const_data_ptr<int64_t>();
-  std::vector<int64_t> place(start, start + targets);  // of the next vertex of each target
+  std::vector<int64_t> place(start, start + targets);  // the position of the next vertex of each target
   auto* vertex_at = vertices.mutable_data_ptr<int64_t>();
   for (int64_t vertex = 0; vertex < pattern.vertices; ++vertex) {
     for (int64_t k = pattern.start[vertex]; k < pattern.start[vertex + 1]; ++k) {
@@ -276,7 +276,7 @@ std::tuple<at::Tensor, at::Tensor> bucket(const at::Tensor& keys, int64_t count)
   at::Tensor starts = starts_of(key, keys.numel(), count);
   at::Tensor order = at::empty({keys.numel()}, at::kLong);
   const auto* start = starts.const_data_ptr<int64_t>();
-  std::vector<int64_t> place(start, start + count);  // of the next occurrence of each key
+  std::vector<int64_t> place(start, start + count);  // the position of the next occurrence of each key
   auto* place_at = order.mutable_data_ptr<int64_t>();
   for (int64_t k = 0; k < keys.numel(); ++k) {
     place_at[place[key[k]]++] = k;

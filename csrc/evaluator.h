@@ -126,10 +126,10 @@ class Evaluator {
       const at::Tensor& directions, const std::vector<int64_t>& undefined, const at::Tensor& products,
       const std::vector<OutputSpec>& outputs);
 
-  // Tangents of the outputs if one input has this tangent and the other inputs have none; zeros if an output has none.
-  // And the tangents for several tangents of this input, in one vectorized run: they are in the first dimension of
-  // `tangents_of_input` and of the results. Both are called at a level of forward-mode AD. An unexpected result of func
-  // is returned as by difference_columns.
+  // tangents: those of the outputs if one input has this tangent and the other inputs have none; zeros if an output has
+  // none. batched_tangents: the same for several tangents of this input in one vectorized run; the first dimension of
+  // `tangents_of_input` and of the results counts them. Both are called at a level of forward-mode AD. An unexpected
+  // result of func is returned as by difference_columns.
   std::variant<std::vector<at::Tensor>, Changed> tangents(
       int64_t input, const at::Tensor& tangent, const std::vector<OutputSpec>& outputs);
   std::variant<std::vector<at::Tensor>, Changed> batched_tangents(

@@ -184,8 +184,8 @@ std::variant<std::vector<at::Tensor>, Changed> Evaluator::batched_tangents(
 
 namespace {
 
-// A turn at torch's level of forward-mode AD: the lock of Python can be taken again by the thread that has it, and
-// Ctrl-C ends waiting for it.
+// A turn at torch's level of forward-mode AD. The lock is a Python lock: a thread that holds it can acquire it again,
+// and Ctrl-C interrupts waiting for it.
 class Turn {
  public:
   Turn() { lock().attr("acquire")(); }

@@ -37,7 +37,7 @@ class GraphRunner {
   struct Step {
     torch::autograd::Node* node;
     bool is_run;                                           // an input lies behind it
-    std::vector<std::pair<int64_t, uint32_t>> successors;  // step and its input, by the node's outputs; step -1: none
+    std::vector<std::pair<int64_t, uint32_t>> successors;  // by output: the next step and its input; -1: none
   };
 
   bool find_steps();

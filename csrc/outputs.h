@@ -1,4 +1,4 @@
-// Shared by the loops over evaluations: what func returned, and undoing what a loop changed.
+// Shared by the loops over evaluations: testing what func returned, and undoing the changes of a loop.
 #pragma once
 
 #include "blocks.h"

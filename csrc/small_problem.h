@@ -109,7 +109,7 @@ class SmallProblem {
   std::tuple<std::optional<Changed>, at::Tensor, bool> jvps(
       const at::Tensor& directions, const std::vector<int64_t>& undefined) const;
 
-  // As of Evaluator: tangents of the outputs for each of several tangents of one input, and for all of them at once.
+  // As in Evaluator: tangents of the outputs for several tangents of one input, one by one or in one vectorized run.
   std::variant<std::vector<std::vector<at::Tensor>>, Changed> tangents(
       int64_t input, const at::Tensor& tangents_of_input) const;
   std::variant<std::vector<at::Tensor>, Changed> batched_tangents(

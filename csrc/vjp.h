@@ -40,7 +40,7 @@ bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input);
 
 // The largest entry of some gradients at an element that their sparse input does not specify.
 struct UnspecifiedEntry {
-  int64_t row;      // of the rows that were computed
+  int64_t row;      // among the rows that were computed
   int64_t element;  // flat index in the input
   c10::complex<double> value;
 };
@@ -49,9 +49,9 @@ struct UnspecifiedEntry {
 struct GradientsMatch {
   bool dtypes = true;                               // all had the dtype of their inputs
   bool sizes = true;                                // all had the size of their inputs; others leave zeros
-  bool repeats = true;                              // a second run, where there was one, gave equal values
-  double movement = 0.0;                            // of groups: the largest difference of a second run
-  std::map<int64_t, UnspecifiedEntry> unspecified;  // by input, where there is any
+  bool repeats = true;                              // second runs, if any, gave equal values
+  double movement = 0.0;                            // for groups: the largest difference of a second run
+  std::map<int64_t, UnspecifiedEntry> unspecified;  // by input, if there is any
 };
 
 // How a grad_output is laid out in memory. contiguous. gapped: with reversed dimensions and gaps of NaN. offset:

@@ -16,14 +16,14 @@ namespace fastgrad {
 // The results of all VJPs of a small problem.
 struct WholeBackward {
   struct Rows {
-    at::Tensor rows, repeated;  // as vjp_rows writes them; of vectorized rows none is repeated
+    at::Tensor rows, repeated;  // as vjp_rows writes them; vectorized rows are not repeated
     GradientsMatch match;
   };
   std::vector<Rows> parts;  // output by output, the imaginary parts of complex ones; then their real parts
-  bool vectorized = false;  // the rows of some are one vectorized VJP
+  bool vectorized = false;  // whether the rows of an output came from one vectorized VJP
   at::Tensor products;      // of the cotangents with all rows, as of vjp_coordinates
   double movement = 0.0;    // by how much the first product changed when it was run again
-  bool add_up = true;       // the products were seen to be what the rows add up to
+  bool add_up = true;       // whether the rows add up to the products
   // Gradients of zeros; where asked for, of undefined grad_outputs of all outputs and, if there are several, of one
   // after the other.
   std::vector<std::vector<at::Tensor>> zeros;

@@ -7,7 +7,7 @@
 namespace fastgrad::cuda {
 namespace {
 
-constexpr int most_columns = 32;  // of a block: a warp reads neighbors
+constexpr int most_columns = 32;  // per block, so that a warp reads neighbors
 constexpr int most_together = 8;  // cotangents of one pass over the rows: the sums of each take four registers
 
 // `columns`, a power of two, of the columns belong to a block at a time; its other threads take other rows. An entry is

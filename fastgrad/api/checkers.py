@@ -549,7 +549,7 @@ def _reference_of_backward(
 def _second_order_of_call(
     call: Call, grad_outputs: Any, settings: Settings
 ) -> tuple[Backward, tuple[Tensor, ...], tuple[str, ...]]:
-    """As `_second_order`, and the names of the arguments; given grad_outputs may be nested."""
+    """The result of `_second_order`, and the names of the arguments; grad_outputs may be nested."""
     if settings.grad_outputs == "given":
         found: list[tuple[str, Any]] = []
         flatten(grad_outputs, "grad_outputs", lambda tensor: True, found)

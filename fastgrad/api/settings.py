@@ -44,7 +44,7 @@ _SECOND_ORDER = {
 """The keywords of gradgradcheck for the same fields."""
 
 _NAMES = {True: tuple(_FIRST_ORDER.values()), False: tuple(_SECOND_ORDER.values())}
-"""The keywords of settings; True: of gradcheck, False: of gradgradcheck."""
+"""The keywords of the fields, for gradcheck (True) and for gradgradcheck (False)."""
 
 _FLAGS = frozenset(field.name for field in fields(Settings) if field.type == "bool")
 """Fields that are true or false; callers may pass anything with a truth value."""
@@ -55,7 +55,7 @@ _PLAIN = frozenset({float, int, bool, str, type(None)})
 def settings_of(keywords: Mapping[str, Any], made: GradOutputs | None = None) -> Settings:
     """Validates the keywords of a check and returns its settings.
 
-    made: how grad_outputs come about, for second derivatives.
+    made: how grad_outputs are made, for second derivatives.
     """
     names = _NAMES[made is None]
     given = [keywords[name] for name in names]

@@ -81,7 +81,7 @@ class Candidates:
         self._certifies, self._excluded_columns = False, None
 
     def learn(self, found: Incomplete, may_hide_entries: bool) -> None:
-        """Adds what the present pattern lacks; may_hide_entries: whether rounding may hide entries of gradients."""
+        """Adds entries that the pattern lacks; may_hide_entries: whether rounding may hide entries of gradients."""
         if self.pattern is None:
             return
         if found.refuted and not self.pattern.is_numerical and may_hide_entries:

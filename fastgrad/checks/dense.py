@@ -130,7 +130,7 @@ def _jacobian_failure(
     columns_at_hand = iter([(0, columns)]) if columns is not None else dense.numerical_columns(problem, plan, settings)
     if backward is not None:
         assert columns is not None
-        # Not for a custom backward, because repeated calls test the same.
+        # Not for a custom backward, because its repeated calls include this test.
         if not problem.is_custom and not _graphs_agree(problem, settings, backward, findings.on_first_graph):
             backward, findings.moved = None, True
         elif agrees(problem, settings, backward, columns, findings):

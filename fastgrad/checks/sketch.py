@@ -232,7 +232,7 @@ class _Screen:
         return None
 
     def _unconfirmed(self, differences: Differences, search: _Search, value: float) -> Screening | None:
-        """If a sum looks wrong, but no wrong entry was found: neither a failure nor a pass at this step size."""
+        """Decides what follows if a sum looks wrong, but no wrong entry was found at this step size."""
         if math.isfinite(self._smallest_bound):
             return self._verified(self._smallest_bound)  # no sum was wrong at another step size
         self._suspected = max(self._suspected, 4 * abs(value))
@@ -243,7 +243,7 @@ class _Screen:
     def _verify(
         self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor, all_count: bool
     ) -> Screening | None:
-        """If no sum looks wrong: the outputs whose noise is within their tolerance are verified."""
+        """If no sum looks wrong, verifies the outputs whose noise is within their tolerance."""
         settings = self._settings
         if not search.doubtful and all_count and not sketch.allowance:
             return self._verified(self._bound)
@@ -288,7 +288,7 @@ def noise_moves(
     differences: Differences,
     measure: Callable[[int], Differences],
 ) -> bool:
-    """As `func_moves`, for differences with outputs, shape (m,), of which none is quiet enough."""
+    """As `func_moves`, for differences that are too noisy in every output, shape (m,)."""
     return func_moves(
         settings,
         differences.rounding * base.abs(),

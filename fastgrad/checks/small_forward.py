@@ -174,7 +174,10 @@ def _random_directions(directions: Tensor, sizes: tuple[int, ...], settings: Set
 def _with_undefined(
     rows: Tensor, dense: Tensor, sizes: tuple[int, ...], undefined: bool, shares: Tensor
 ) -> _Directions:
-    """The rows and, for each input, the dense row twice without the input's coordinates: first zero, then undefined."""
+    """The rows and, for each input, two copies of the dense row.
+
+    In the first copy, the tangent of this input is zero, in the second, it is undefined.
+    """
     which = [-1] * rows.shape[0]
     if not undefined:
         return _Directions(rows, which, shares)

@@ -120,7 +120,7 @@ def _plain(check: SmallCheck, settings: Settings) -> ScreeningGradOutputs:
 
 
 def open_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
-    """Whether the calls of sums that were left open give the same results again, after all entries agreed."""
+    """After all entries agreed: whether the calls of undecided sums give the same results if they are repeated."""
     assert check.left_open is not None
     if not _steps_repeat(check, settings, check.steps):
         return False

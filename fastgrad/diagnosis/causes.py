@@ -23,7 +23,7 @@ RESIDUAL = 1e-3
 """A constant factor is named as the cause if it leaves at most this share of the analytical entries unexplained."""
 
 EXACT = 1e-4
-"""Largest relative difference between a factor and a number (2, -1 or the size of a tensor) that it is explained by."""
+"""Largest relative difference between a factor and the number that explains it (2, -1, or the size of a tensor)."""
 
 NAMED_FACTORS = {
     math.pi: "pi",

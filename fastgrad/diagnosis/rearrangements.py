@@ -250,7 +250,7 @@ def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
 
 @dataclass(frozen=True)
 class _Flat:
-    """Both Jacobians, shape (outputs, inputs), real; zero where an entry is not known; and which entries differ."""
+    """Both Jacobians, real, shape (outputs, inputs), with zeros for unknown entries; and which entries differ."""
 
     a: Tensor
     n: Tensor

@@ -19,7 +19,7 @@ MOST_ENTRIES = 1 << 14
 """Largest number of entries of a sample."""
 
 MOST_COLUMNS, MOST_ROWS = 12, 24
-"""Number of columns and rows that are computed of a large Jacobian: two evaluations per column, one VJP per row."""
+"""How many columns and rows of a large Jacobian are computed: two evaluations per column, one VJP per row."""
 
 LARGEST_BLOCK = 1 << 8
 """Largest block size of kernels that a sample takes into account: it includes elements where the last blocks begin."""

@@ -228,7 +228,7 @@ def _placement(name: str, placement: Any) -> Placement:
 
 
 def _result_spaces(outputs: Any, gradients: Any) -> tuple[Space, ...] | None:
-    """The placements of the results; None: those of their DTensors."""
+    """The placements of the results; None: the results are DTensors, which have placements."""
     if outputs is None:
         return None
     found = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]

@@ -148,7 +148,7 @@ def difference_groups(
 def analytical_rows(
     problem: Problem, output: Block, imaginary: bool, first: int, counts: Sequence[int], inputs: Sequence[Block]
 ) -> Iterator[Tensor]:
-    """Blocks of rows as from `Problem.analytical_rows`, none of them run twice; a few rows are run by single calls.
+    """Blocks of rows, as from `Problem.analytical_rows` without repeated rows; few rows are run by single calls.
 
     Backward is captured once, for all blocks.
 

@@ -82,7 +82,7 @@ def speedup(
     """
     singles = min(SINGLES, count)
     last = first + count - singles
-    several(last, 1)  # raises early, at little cost, or warms up
+    several(last, 1)  # raises early at little cost; otherwise a warm-up
     begin = clock(problem.device)
     expected = single(last, singles)
     between = clock(problem.device)

@@ -64,8 +64,8 @@ SMALL_CALLS = 1000
 fifty per entry."""
 
 MOST_DENSE_CALLS = 400_000
-"""Largest number of evaluations and VJPs for which the dense engine decides what no pattern explains. If it needs more,
-the check is undecided. If a call of the function takes a millisecond, this many calls take some minutes."""
+"""Largest number of evaluations and VJPs for which the dense engine runs if no pattern explains the results. If it
+needs more, the check is undecided. If a call of the function takes a millisecond, this many calls take some minutes."""
 
 COLUMNS_WORTH_PROBING = 32
 """Least number of columns for which probing may pay off, and for which a guess that the first look did not test is

@@ -51,8 +51,8 @@ WIDER = 64.0
 """func must be a straight line for steps up to this many times eps, otherwise its slope at eps does not count."""
 
 ROUNDED = 2.0**-6
-"""The largest rounding inside func, relative to its change at eps. With larger rounding, the rounded function is taken
-as func itself."""
+"""The largest rounding inside func, relative to its change at eps. With larger rounding, the rounded function is
+treated as func itself."""
 
 MATTERS = 1 / 8
 """Share of the tolerance from which the difference between the slope at eps and that of smaller steps matters."""
@@ -347,7 +347,7 @@ def _is_rounded(one: Measured, slopes: Tensor, values: Tensor, errors: Tensor, o
 
 
 def _is_staircase(one: Measured, values: Tensor, own: Tolerances) -> Tensor:
-    """Whether func is a staircase around a straight line, as by lower precision inside, and `values` those of a stair.
+    """Whether func is a staircase around a straight line, for example in lower precision, and `values` are of a stair.
 
     Shapes as in `Refinement`, transposed. Next to x, func changes by `values`; the rest of its changes at larger steps
     is proportional to the step, up to the height of a stair, on both sides of x. Changes that only end at larger steps

@@ -71,7 +71,7 @@ def scalar(result: Any, name: str, strict: bool = False) -> Tensor:
 
 
 def check_tracked(outputs: Tensors, strict: bool) -> None:
-    """Strict mode: that outputs require grad."""
+    """In strict mode, raises unless all outputs require grad."""
     for i, output in enumerate(outputs):
         if strict and not output.requires_grad:
             raise RuntimeError(

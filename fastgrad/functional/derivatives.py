@@ -286,7 +286,7 @@ def _matrix(
 
 
 def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bool) -> Parts:
-    """The Jacobian of recorded outputs: by structure, else row by row."""
+    """The Jacobian of recorded outputs: by structure if possible, otherwise row by row."""
     if not options.vectorize:
         for output in outputs:
             if output.is_complex() and output.requires_grad and output.numel():
@@ -326,7 +326,7 @@ def _is_plain(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _check_dependence(outputs: Tensors, inputs: Tensors) -> None:
-    """Strict mode: that every output has a gradient with respect to every input."""
+    """Strict mode: raises unless every output has a gradient with respect to every input."""
     for i, output in enumerate(outputs):
         if output.numel():
             cotangents = (torch.ones_like(output),)
@@ -451,7 +451,7 @@ def _sparse_rows(blocks: Rows, outputs: Tensors, inputs: Tensors) -> Parts:
 
 
 def _forward(name: str, func: Func, given: Tensors, options: _Options, symmetric: bool = False) -> tuple[bool, Parts]:
-    """The Jacobian by forward-mode AD: by structure, else many columns at once by vmap."""
+    """The Jacobian by forward-mode AD: by structure if possible, otherwise many columns at once by vmap."""
     primals = tuple(value.detach() for value in given)
     outputs_are_tuple, found_outputs = as_tensors(func(*primals), OUTPUTS, name)
     outputs = tuple(output.detach() for output in found_outputs)

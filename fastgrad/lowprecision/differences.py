@@ -30,7 +30,7 @@ SURE = 6.0
 """The uncertainty, in standard errors."""
 
 ROUNDING = 2.0
-"""Units of a derivative along a direction that rounding of the gradient itself explains, for its sum and its norm."""
+"""Allowed rounding of the gradient itself in a derivative along a direction, in units of its sum and its norm."""
 
 LARGE = 0.2
 """If a relative error is larger than this, a fit over smaller steps must also show an error: large steps may cross a

@@ -16,7 +16,7 @@ MOST_ROWS = 2048
 """Largest number of single rows if VJPs of the reference run in batches; each needs 13 runs."""
 
 MOST_SINGLE_ROWS = 256
-"""The same if they do not."""
+"""Largest number of single rows if VJPs of the reference run one by one."""
 
 MOST_ENTRIES = 1 << 21
 """Largest number of components of VJPs that are compared. Several arrays of this size, of 16 MiB each, are held."""
@@ -74,7 +74,7 @@ def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) ->
         rows = torch.eye(m, dtype=torch.float64, device=problem.device)
         numbers = torch.cat([torch.full((DENSE,), -1, device="cpu"), torch.arange(m, device="cpu")])
         return Probes(torch.cat([dense, rows]), numbers, f"{DENSE} random grad_outputs and all {m} rows")
-    # Every most-th row: rows of neighboring outputs, which share inputs, lie in different groups.
+    # A group has every `most`-th row, so that rows of neighboring outputs, which share inputs, are in different groups.
     groups = torch.zeros(most, m, dtype=torch.float64, device=problem.device)
     every = torch.arange(m, device=problem.device)
     groups[every % most, every] = random_cotangent(problem, seed, DENSE)

@@ -36,7 +36,7 @@ _EXACT = frozenset({
     "threshold", "topk", "trunc", "tril", "triu", "where", "zero_", "zeros_like",
 })
 # fmt: on
-"""Operators that select, copy or compare: their results are numbers of the dtype already."""
+"""Operators that select, copy or compare: the dtype represents their results exactly."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -85,7 +85,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         self._unit = unit_roundoff(dtype)
         self._tiny = torch.finfo(dtype).smallest_normal
         self._seed = seed
-        self._generator: torch.Generator | None = None  # not one of torch's global ones
+        self._generator: torch.Generator | None = None  # its own generator, not a global one of torch
         self._places = random.Random(seed)
         self._decompositions = torch_private.decompositions() if decomposes else {}
         self.failures = set()

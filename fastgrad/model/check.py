@@ -35,7 +35,7 @@ DIRECTIONS = 2
 """Number of random directions of all parameters, for the end-to-end test."""
 
 MOST_OMITTED = 3
-"""Number of operations that were not checked and are named if nothing explains an error."""
+"""If nothing explains an error, up to this many operations that were not checked are named."""
 
 
 def check_model(

@@ -24,8 +24,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 """Types whose repr is the same in each process and identifies the value."""
 
 _DIGITS = 12
-"""Number of hexadecimal digits of a digest. Among a million values, two have the same with a probability of about 1e-3.
-"""
+"""Number of hexadecimal digits of a digest. Among a million values, two have the same digest with a probability of
+about 1e-3."""
 
 _LONGEST = 80
 """Largest number of characters of a value that messages show instead of its digest."""

@@ -257,9 +257,10 @@ def refined(
 ) -> Pattern | None:
     """The pattern from the side that finishes first; None if it exceeds the numbers of probes or entries.
 
-    The two sides take turns, each until it has taken twice as many probes as the other: the pattern may be impossible
-    to find from one side and easy to find from the other, and VJPs after evaluations need a new graph. If one side ends
-    with most entries not ruled out, the other side continues. If only one side is given, it takes all turns.
+    The two sides take turns, because the pattern may be impossible to find from one side and easy to find from the
+    other. A turn ends when the side has taken twice as many probes as the other. Turns are this long because VJPs after
+    evaluations need a new graph. If one side ends with most entries not ruled out, the other side continues. If only
+    one side is given, it takes all turns.
 
     If at most LIKELY_SHARE of all entries are not ruled out, a structure is likely. Then most_if_likely probes are
     allowed, if this is more than most_probes, but a level beyond most_probes must save more calls than it costs. If

@@ -22,7 +22,7 @@ DENSE_SHARE = 1 / 16
 """A row with more than this share of the entries of the fullest row is dense, too."""
 
 FEW = 16
-"""Number of results that are first looked up among the inputs' values."""
+"""Number of results that are first searched for among the values of the inputs."""
 
 MOST_HUBS = 1 / 32
 """Largest share of targets that may be dense rows; if more seem dense, blocks are too large, or all rows are dense."""
@@ -156,7 +156,7 @@ def starts_of(counts: Indices | Mask) -> Indices:
 
 
 def guess_pointwise(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
-    """The pattern of a pointwise function of inputs that broadcast to each output, if they all do.
+    """The pattern of a pointwise function, if all inputs broadcast to each output.
 
     A complex element depends on both coordinates of a complex one.
     """

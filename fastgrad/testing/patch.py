@@ -121,9 +121,9 @@ def patch(*, compare: bool = False) -> Patch:
 
     The functions themselves forward the call, so it does not matter how they are reached: as attributes of
     torch.autograd, by names imported before or within the context, from a `functools.partial`, a class or a
-    closure, or through the wrappers of `torch.testing` and of other people, whose defaults stay in force. It holds
-    for all threads. Contexts may be nested: the innermost one decides and records. What lies below the two functions
-    (such as `get_numerical_jacobian`) remains torch's.
+    closure, or through the wrappers of `torch.testing` and of other packages, whose defaults still apply. The
+    context applies to all threads. Contexts may be nested: the innermost one decides and records. torch's helper
+    functions (such as `get_numerical_jacobian`) are not replaced.
 
     Parameters
     ----------

@@ -151,7 +151,7 @@ class Session:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Counts the checks of a phase, and fails it for a difference that the test caught or expected."""
+        """Counts the checks of a phase, and fails the phase for a difference that the test caught or expected."""
         report = yield
         differences = []
         for check in self._taken():

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"fastgrad {options.command}: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # of `| head`: the interpreter must not write the rest at exit
+    except BrokenPipeError:  # as after `| head`: the interpreter must not write the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except SystemExit as stop:  # for example, of __getattr__ of the module

@@ -17,7 +17,7 @@ _STYLES = [
         (_VERDICT_OF_A_CHECK + "passed", _GREEN),
         (_VERDICT_OF_A_CHECK + "failed", _RED),
         (_VERDICT_OF_A_CHECK + "(?:undecided|not converged|incomplete)", _YELLOW),
-        (r"(?m)(?<=  )(?:failed|raised)(?=$|  )", _RED),  # of a variant, in its column
+        (r"(?m)(?<=  )(?:failed|raised)(?=$|  )", _RED),  # the verdict of a variant, in its column
         (r"(?m)^  (?:probably|or) .*$", _BOLD),
         (r"(?m)^  [a-z]+(?=  )", _DIM),  # labels
     )

@@ -181,8 +181,8 @@ class AnalyticalCertificate:
     def _follow_columns(self, linearity: LinearityTest) -> Failure | Incomplete:
         """Finds the wrong entry, or the entries that the pattern lacks, until the entries explain each product.
 
-        A product is not explained if the pattern lacks an entry, or if an entry was computed together with a lacking
-        entry. In both cases, a row differs when it is run separately.
+        A product is not explained if the pattern lacks an entry, or if an entry was computed together with an entry
+        that the pattern lacks. In both cases, a row differs when it is run separately.
         """
         learnt: list[tuple[Indices, Indices]] = []
         for _ in range(MOST_ROWS):

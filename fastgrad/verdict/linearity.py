@@ -45,7 +45,7 @@ NEGLIGIBLE = 1e-9
 """Share of atol below which a component of a product is ignored."""
 
 RESCALED = 1.3, -0.7
-"""Factors of a cotangent that show how a backward rounds: the VJPs are divided by them. They are no powers of two."""
+"""Factors of a cotangent that show how a backward rounds: the VJPs are divided by them. They are not powers of two."""
 
 MEASURED = 8.0
 """Allowed error of a sum, in units of the rounding that `RESCALED` cotangents show. Both samples may be too small."""
@@ -96,7 +96,7 @@ def moved_once(block: JacobianBlock, again: tuple[Tensor, Tensor], settings: Set
 
 
 def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None:
-    """The failure if the repeated rows of a block, which do not move, are not the right multiple of the first rows."""
+    """The failure if repeated rows, which are the same in each run, are not the right multiple of the first rows."""
     count = block.repeated.shape[0]
     width = block.input.width
     analytical, own = block.analytical[:count], settings.of(block.input.index)

@@ -334,8 +334,8 @@ def first_moving(
     cotangents, only, order
         As in `Problem.first_other_vjp`.
     known
-        The gradients, shape (rows, n). Those of another graph may have other rounding. So the first VJP of a row may
-        differ from them within the tolerances of entries; it then replaces the known gradient.
+        The gradients, shape (rows, n). Gradients of another graph may be rounded differently. So the first VJP of a row
+        may differ from them within the tolerances of entries; it then replaces the known gradient.
     tolerance
         Gives the allowed difference of a row's gradient from run to run.
     run_again

@@ -270,7 +270,7 @@ def _jacobian(function: Function, given: Sequence[Any], inputs: Sequence[Tensor]
 
 
 def _gapped(x: Tensor, between: float) -> Tensor:
-    """A copy with transposed strides and gaps that hold a number; an empty tensor, which counts as contiguous, itself."""
+    """A copy with transposed strides and gaps that hold a number. An empty tensor, which is contiguous, is returned."""
     if not x.numel():
         return x
     gaps = torch.full((*x.shape[::-1], 2), between, dtype=x.dtype)

@@ -275,9 +275,7 @@ def test_what_is_right_once_re_measured_is_no_worst_entry() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_convergence_is_what_was_measured(dtype: torch.dtype) -> None:
-    x = (
-        uniform(4, dtype=dtype).detach().div_(2).requires_grad_()
-    )  # for |x| < 1, all coordinates have the same steps
+    x = uniform(4, dtype=dtype).detach().div_(2).requires_grad_()  # for |x| < 1, all coordinates have the same steps
     failure = run(scaled(2), x, engine="dense").failure
     assert failure is not None
     steps = [difference.step for difference in failure.convergence]
