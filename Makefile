@@ -1,10 +1,10 @@
-# Everything from nothing: each target makes .venv with a pinned torch and the tools it needs.
+# Every target creates .venv, with a pinned torch and the tools that it needs.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 RUN := $(VENV)/bin/python
 export MAX_JOBS ?= 2
-# Nothing here falls back to plain Python: what is built, tested and measured is the compiled module.
+# No target falls back to plain Python: the compiled module is built, tested and measured.
 export FASTGRAD_NATIVE ?= 1
 
 .PHONY: demo gallery docs docs-links test coverage test-oldest test-pretended-cuda sweep-pretended-cuda sanitize develop lint \
@@ -20,19 +20,19 @@ gallery: $(VENV)/.built
 docs: $(VENV)/.docs
 	$(RUN) -m sphinx -q -W --keep-going -n docs build/docs
 
-# Needs the network, and its servers' goodwill: not in CI.
+# Needs the network and servers of others, so CI does not run it.
 docs-links: $(VENV)/.docs
 	$(RUN) -m sphinx -q -n -b linkcheck docs build/docs-links
 
 test: $(VENV)/.tools
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(MAX_JOBS)
 
-# An interrupt that comes while coverage holds its lock would never let go of it: those tests are left out.
+# Tests with interrupts are left out: an interrupt while coverage holds its lock would never release the lock.
 coverage: $(VENV)/.tools
 	$(RUN) -m pip install -q pytest-cov
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(MAX_JOBS) -k "not interrupt" --cov=fastgrad --cov-branch --cov-report=term
 
-# A copy of the tree for other builds, so that the ordinary one stays as it is.
+# A copy of the tree for other builds, so that the usual build is not changed.
 define copy_to
 	mkdir -p $(1)
 	git ls-files -z | xargs -0 cp --update --parents --target-directory=$(1)
@@ -43,8 +43,8 @@ test-oldest:
 	$(call copy_to,build/oldest)
 	FASTGRAD_CUDA=0 $(MAKE) -C build/oldest test TORCH=torch==2.11.0
 
-# Python and torch, which are not instrumented, need the runtime preloaded. The tests left out measure
-# time or memory, which hold for the ordinary build.
+# Python and torch are not instrumented, so the runtime must be preloaded. The tests that are left out measure
+# time or memory, whose limits are for the usual build.
 SANITIZED := build/sanitize
 sanitize: $(VENV)/.tools
 	$(call copy_to,$(SANITIZED))
@@ -76,8 +76,8 @@ cpp-test: $(VENV)/.torch
 	cmake --build build/cmake --parallel $(MAX_JOBS)
 	cd build/cmake && ctest --output-on-failure --no-tests=error --parallel $(MAX_JOBS)
 
-# CPU memory that torch takes for cuda:0 and cuda:1, with the CUDA kernels in the emulation: tests/pretended_cuda.
-# What is left out captures graphs, compiles CUDA, or takes a fiber for each of many threads: the C++ tests have these sizes.
+# CPU memory that torch treats as cuda:0 and cuda:1, with the CUDA kernels in the emulation: tests/pretended_cuda.
+# Tests are left out that capture graphs, compile CUDA, or need a fiber for each of many threads (see the C++ tests).
 PRETENDED := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -p tests.pretended_cuda.plugin
 test-pretended-cuda: $(VENV)/.tools pretended-cuda
 	$(PRETENDED) -n $(MAX_JOBS) tests/pretended_cuda tests/cuda -k "not 1283 and not 1048577 and not 1000003" \
@@ -95,12 +95,12 @@ pretended-cuda: $(VENV)/.torch
 cuda-gate: $(VENV)/.torch
 	.ci/cuda-gate $(RUN)
 
-# Everything compiled and linked against a CUDA build of torch, without a GPU: an extension that imports has no
+# Compiles and links everything against a CUDA build of torch, without a GPU. A module that can be imported has no
 # undefined symbols. CUDA_TORCH comes with several GB of CUDA libraries; CUDA_PYTHON can name a Python that has it.
 CUDA_TORCH ?= torch==2.11.0
 CUDA_PYTHON ?= $(LINKED)/$(VENV)/bin/python
 LINKED := build/cuda-link
-# The toolkit that nvcc is of: nvcc itself may be a script elsewhere.
+# The toolkit that nvcc belongs to; nvcc itself may be a script elsewhere.
 cuda-link: export CUDA_HOME ?= $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p' | xargs realpath)
 cuda-link:
 	$(call copy_to,$(LINKED))
@@ -112,7 +112,7 @@ cuda-link:
 # build, tests, then benchmarks/results/<device>.json and a table.
 GPU_PYTHON ?= python3
 GPU_RATIO ?= 1
-# ninja lies with a virtual environment's Python, which nobody activates here; compilers are as many as processors.
+# ninja is next to the Python of a virtual environment that is not activated here; there is one compiler per processor.
 gpu: export PATH := $(if $(findstring /,$(GPU_PYTHON)),$(abspath $(dir $(GPU_PYTHON))):)$(PATH)
 gpu: export MAX_JOBS := $(shell nproc)
 gpu:
@@ -121,8 +121,8 @@ gpu:
 	$(GPU_PYTHON) -m pytest tests/cuda
 	$(GPU_PYTHON) -m benchmarks.bench_cuda --at-least $(GPU_RATIO)
 
-# The same extension, operator by operator, under each tool; one allocation a tensor, so that bounds are seen. Only its
-# own kernels are watched, except by initcheck, which must also see what torch's write.
+# The tests of the operators under each tool, with one allocation per tensor, so that accesses out of bounds are found.
+# Only fastgrad's kernels are watched, except by initcheck, which must also see the writes of torch's kernels.
 cuda-sanitize:
 	for tool in memcheck racecheck initcheck synccheck; do \
 	  test $$tool = initcheck && kernels= || kernels="--kernel-name kns=fastgrad"; \
@@ -137,7 +137,7 @@ bench: $(VENV)/.tools
 	$(RUN) -m benchmarks.bench_opinfo --every 6 --limit 3 --budget 0.1 --rounds 3 --longest 2 \
 	  --name opinfo-float64-grad
 
-# Other people's tools: nothing else here needs them.
+# Other gradient checkers, which no other target needs.
 comparison: $(VENV)/.built
 	$(RUN) -m pip install -q --group comparison
 	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.bench_comparison
@@ -149,7 +149,7 @@ dist: $(VENV)/.torch
 	$(RUN) -m pip install -q build
 	$(RUN) -m build --no-isolation
 
-# One wheel for each minor version of torch, in dist/; the local version says which. An environment of its own each.
+# One wheel per minor version of torch, in dist/; the local version contains it. Each has its own environment.
 TORCHS ?= 2.11 2.12 2.13 2.14 2.15
 wheels: $(TORCHS:%=wheel-%)
 
@@ -161,7 +161,7 @@ wheel-%:
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastgrad/*.so fastgrad/_build.py
 
-# torch first: the extension compiles against it.
+# torch is installed first, because the module is compiled against it.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q --upgrade "pip>=25.1"
@@ -176,7 +176,7 @@ $(VENV)/.tools: $(VENV)/.built pyproject.toml
 	$(RUN) -m pip install -q --group test --group lint --group bench
 	touch $@
 
-# After the tools: two runs of pip must not write into one environment.
+# After the tools, because two runs of pip must not write into one environment.
 $(VENV)/.docs: $(VENV)/.tools pyproject.toml
 	$(RUN) -m pip install -q --group docs
 	touch $@

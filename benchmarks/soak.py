@@ -24,7 +24,7 @@ import fastgrad
 
 
 class Scaled(torch.autograd.Function):
-    """The sine, with a backward that is `factor` times right, or raises for None."""
+    """The sine; its gradient is `factor` times the right one. If factor is None, backward raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float | None) -> Tensor:

@@ -17,7 +17,7 @@ namespace fastgrad {
 // func at its arguments, and the graph of its first evaluation. Only for what needs no special care: arguments and
 // outputs that are plain, double precision and strided, in memory of their own, all on the CPU or on one CUDA device;
 // no mode or subclass that sees operators. Everything else is left to the caller. Vectors and matrices of coordinates
-// are on the CPU, whatever the device: a copy takes as long as a launch or two, and what follows takes no launch.
+// are on the CPU for any device: a copy takes as long as one or two launches, and the following work takes no launch.
 class SmallProblem {
  public:
   // Calls func once, and restores the inputs if it raises. Returns null, without calling func, if an argument or a mode

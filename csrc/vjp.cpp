@@ -369,7 +369,7 @@ class Cotangents {
   }
 
   static at::Tensor memory_for(const at::Tensor& output, Layout layout) {
-    // Torch treats an empty tensor as contiguous, whatever its strides, over which backwards then fail.
+    // torch treats an empty tensor as contiguous even if its strides are not, and backwards then fail.
     if (output.numel() > 0 && layout == Layout::gapped) {
       return gapped_and_transposed(output);
     }

@@ -18,12 +18,12 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
 
-# Notebooks are run as the site is built: what they print is what fastgrad says now.
+# Notebooks are executed when the site is built, so they show the output of the present code.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 
-# A single backtick links what is documented and sets anything else in italics.
+# Single backticks link documented names, and set everything else in italics.
 default_role = "autolink"
 autodoc_member_order = "bysource"
 toc_object_entries_show_parents = "hide"
@@ -40,25 +40,25 @@ html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 
-# Ours must resolve; others' would need the network.
+# Links to our own names must resolve; other links would need the network.
 nitpick_ignore_regex = [
     ("py:.*", r"(collections\.abc|functools|os|torch|typing)\..*"),
     ("py:class", "Figure|Mode|Part"),
 ]
 
-# Formulas as MathML, which browsers render by themselves: no script from the network.
+# Formulas are MathML, which browsers render without a script from the network.
 html_math_renderer = "mathml"
 
 
 def append_mathml(translator: Any, node: nodes.math | nodes.math_block) -> None:
-    """Writes a formula, and leaves nothing of it for others to write."""
+    """Writes a formula as MathML; no other writer processes it."""
     is_block = isinstance(node, nodes.math_block)
     formula = tex2mathml(node.astext(), as_block=is_block)
-    # With room above and below: the theme gives whatever is too high a scroll bar.
+    # With space above and below, because the theme adds a scroll bar to elements that are too high.
     translator.body.append(f'<div class="math" style="padding: 0.5em">{formula}</div>' if is_block else formula)
     raise nodes.SkipNode
 
 
 def setup(app: Any) -> None:
-    """Sphinx calls this."""
+    """Registers the functions of this file; called by Sphinx."""
     app.add_html_math_renderer("mathml", (append_mathml, None), (append_mathml, None))

@@ -121,7 +121,7 @@ class ClippedGradient(torch.autograd.Function):
 
 
 class ContiguousOnly(torch.autograd.Function):
-    """A kernel that reads grad_output by its address, whatever its strides are."""
+    """A kernel that reads grad_output by its address and ignores its strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class SinglePrecision(torch.autograd.Function):
 
 
 class SwappedGradients(torch.autograd.Function):
-    """A product: each gradient is returned in the place of the other."""
+    """A product: the two gradients are returned in the wrong order."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor) -> Tensor:

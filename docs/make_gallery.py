@@ -1,4 +1,4 @@
-"""Writes docs/gallery.md: mistakes as people make them, and what a check says of each.
+"""Writes docs/gallery.md: typical mistakes, and the message of a check for each.
 
 `python -m docs.make_gallery`; `--check` tells whether the file is what would be written, but for times and rounding.
 """
@@ -26,7 +26,7 @@ left out. The two matrices at the end of a message are shown only for the first 
 
 
 def message(mistake: Mistake) -> str:
-    """What the check of a mistake says, without its time."""
+    """The message of the check of a mistake, without its time."""
     generator = torch.Generator().manual_seed(0)
     inputs = [
         torch.rand(shape, dtype=mistake.dtype, generator=generator).add_(0.5).requires_grad_()
@@ -53,7 +53,7 @@ def gallery() -> str:
 
 
 def without_chance(text: str) -> str:
-    """The text without what differs from run to run.
+    """The text without the parts that differ from run to run.
 
     That is how small an error is, what uninitialized memory holds, calls, which depend on their cost, and which of
     several errors that are equal but for rounding is called the worst, which depends on the processor.

@@ -32,10 +32,10 @@ SITE = ROOT / "build/docs"
 NOTEBOOK = "first-check.ipynb"
 
 WIDE, PHONE, HEIGHT = 1400, 390, 900
-"""Of the window, in pixels."""
+"""Widths of the window, on a desktop and a phone, and its height, in pixels."""
 
 PORT, SECONDS = 8899, 60
-"""Of Jupyter: where it listens, and how long it may take to start and to run a notebook."""
+"""The port of Jupyter, and the seconds that it may take to start and to run a notebook."""
 
 SUITE = """
 import pytest
@@ -67,7 +67,7 @@ def test_right(func):
 
 
 class Convolution(torch.autograd.Function):
-    """A convolution, whose gradient is half of what it should be at the left border."""
+    """A convolution, with half of the right gradient at the left border."""
 
     @staticmethod
     def forward(ctx: Any, image: Tensor, weight: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def shoot(browser: Any, address: str, name: str, width: int, scheme: str, most: 
 
 
 def shoot_notebook(browser: Any, address: str) -> None:
-    """The notebook with all of its cells run: where it shows the report of a failure."""
+    """The executed notebook, at the place where it shows the report of a failure."""
     page = browser.new_page(viewport={"width": WIDE, "height": 1300})
     page.goto(address)
     page.wait_for_selector(".jp-Notebook", timeout=SECONDS * 1000)

@@ -1,6 +1,6 @@
-"""The packages of fastgrad and what each imports: the picture in CONTRIBUTING.md.
+"""The packages of fastgrad and their imports: the diagram in CONTRIBUTING.md.
 
-`python -m docs.packages` draws it anew; tests/behavior/test_architecture.py tells when it is out of date.
+`python -m docs.packages` draws it again; tests/behavior/test_architecture.py fails if it is out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MODULES = sorted((ROOT / "fastgrad").rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
-    """fastgrad.core.native, say; that of a package's __init__ is the package's."""
+    """The name of a module, for example fastgrad.core.native; of an __init__ file, the name of the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -25,7 +25,7 @@ NAMES = {module_name(path) for path in MODULES} | {"fastgrad._C"}
 
 
 def imports(path: Path) -> set[str]:
-    """The modules of fastgrad that a file imports, also inside of functions and for types alone."""
+    """The modules of fastgrad that a file imports, also inside functions and only for types."""
     return set(_imports(ast.parse(path.read_text()))) - {module_name(path)}
 
 
@@ -42,7 +42,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def package(module: str) -> str:
-    """The package that a module lies in; of fastgrad's own modules, which no package holds, the module."""
+    """The package of a module; for a module directly in fastgrad, the module itself."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
@@ -57,7 +57,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def module_order() -> list[str]:
-    """All modules, each behind those that it imports; raises graphlib.CycleError where there is a circle."""
+    """All modules, each after those that it imports; raises graphlib.CycleError if there is a cycle."""
     return list(TopologicalSorter({module_name(path): imports(path) for path in MODULES}).static_order())
 
 
@@ -77,7 +77,7 @@ def picture() -> str:
 
 
 def with_picture(text: str) -> str:
-    """The text of CONTRIBUTING.md, with the picture of today."""
+    """The text of CONTRIBUTING.md with the present diagram."""
     return re.sub(r"```mermaid\n.*?```", lambda _: picture(), text, count=1, flags=re.DOTALL)
 
 

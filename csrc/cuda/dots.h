@@ -5,7 +5,7 @@
 
 namespace fastgrad::cuda {
 
-// Columns that one block adds up, whatever the device: the order of the sums is always the same.
+// Columns that one block adds up, on any device, so that the order of the sums is always the same.
 constexpr int64_t dots_chunk = 16 * threads_per_block;
 
 // Pieces of a row, each added up by a block.

@@ -37,7 +37,7 @@ LARGEST_FACTOR = 64
 
 CURVATURE_RATIO = 64.0
 """Error of a central difference, times the derivative, relative to the square of the error of a one-sided one. It is
-2/3 for exp and 1 for 1/x, whatever the step. Noise beyond this ratio is attributed to rounding."""
+2/3 for exp and 1 for 1/x, for any step. Noise beyond this ratio is attributed to rounding."""
 
 MOST_STEPS = 2
 """Number of steps at which sums are compared."""
@@ -394,7 +394,7 @@ def _agree(settings: Settings, differences: Derivatives, made: ScreeningGradOutp
 
 
 def _zeros_are_zero(check: SmallCheck, settings: Settings) -> bool:
-    """Whether zero and undefined grad_outputs give zeros. Run last, because they do not show a wrong factor."""
+    """Whether zero and undefined grad_outputs give zeros. These run last, because they detect the fewest errors."""
     outputs = len(check.problem.outputs)
     check.vjps += 1 + ((1 + (outputs if outputs > 1 else 0)) if settings.check_undefined_grad else 0)
     are_zero = check.problem.are_zeros_zero(settings.check_undefined_grad)

@@ -217,7 +217,7 @@ class Ranks:
 
     @without_the_store_a_rank_error
     def _pop(self, rank: int) -> Any:
-        if self._is_stale:  # a late answer may be taken for another one
+        if self._is_stale:  # a late answer could be mistaken for another one
             self._store, self._is_stale = self.connection(), False
         key = self._key_from(rank)
         try:

@@ -144,7 +144,7 @@ def _size(gradient: Tensor) -> float:
 
 
 def _deviation(found: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest component; infinite if one gradient is finite where the other is not."""
+    """The largest difference, divided by the largest component; infinite if only one of two components is finite."""
     difference, size = float((found - expected).abs().max()), _size(expected)
     if difference != difference:
         return math.inf

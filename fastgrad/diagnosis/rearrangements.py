@@ -50,7 +50,7 @@ def shared_by(sample: Sample) -> int:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Both Jacobians, shape (*output, *input); NaN where an entry is not known."""
+    """Both Jacobians, shape (*output, *input); with NaN for unknown entries."""
 
     analytical: Tensor
     numerical: Tensor

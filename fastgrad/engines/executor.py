@@ -37,7 +37,7 @@ class RefusedError(Exception):
 
 
 class UnsuitableError(RefusedError):
-    """Columns or rows cannot be computed this way, for a reason that says nothing about func.
+    """Columns or rows cannot be computed this way, for a reason that does not concern func.
 
     Memory does not suffice, a CUDA library or another thread forbids the capture, or results are rounded differently.
     Another attempt may succeed, for example because libraries are initialized then.

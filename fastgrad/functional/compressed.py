@@ -210,7 +210,7 @@ class _LinearMapPatterns(Detection):
         yield self._aligned()
 
     def _aligned(self) -> Pattern | None:
-        """The pattern by aligned dimensions, if it takes no more products than probing for a better one may."""
+        """The pattern by aligned dimensions, unless probing for a better one may take fewer products."""
         rows = self._maps.rows
         if not 0 < aligned.probes_to_align(rows.sources, rows.targets) <= rows.m // ALIGNING_SHARE:
             return None

@@ -244,7 +244,7 @@ def rounded_entry(
 
 
 def _element(vector: Tensor, coordinate: int, block: Block) -> complex:
-    """The element that a coordinate belongs to; a float where it is real."""
+    """The element that a coordinate belongs to; a float if it is real."""
     if not block.is_complex:
         return float(vector[coordinate])
     first = coordinate - (coordinate - block.first) % 2

@@ -133,7 +133,7 @@ class LossErrorExperiments:
         return self._next_to()
 
     def next_to_stationary_point(self) -> AbstractContextManager[None]:
-        """A context in which the parameters are next to a point where a gradient is rightly zero, and hides errors."""
+        """A context in which the parameters are next to a point at which a right gradient of zero may hide errors."""
         self.remarks.append(
             "some gradients are zero at the parameters, which is right; the gradient of the loss was compared at other "
             f"parameters, too, about {NEXT_TO:.0%} away"

@@ -327,7 +327,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: Tensor) -> Saved:
         if self.detached and self.detached[-1].alias is not None and self.detached[-1].alias() is tensor:
-            self._aliases[id(tensor)] = self.detached.pop()  # autograd's own detach, unless the result is used
+            self._aliases[id(tensor)] = self.detached.pop()  # a detach of autograd itself, unless the result is used
         return self.saved.pack(tensor)
 
 

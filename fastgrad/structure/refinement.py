@@ -63,7 +63,7 @@ class Refinement:
         """respond: maps a selection of sources (shape (sources,)) to that of the targets that react.
 
         splits_hubs: whether the few targets that most blocks reach are ignored when blocks are kept apart, and
-        taken for dense rows. This separates a structure from the dense rows next to it, on both sides.
+        treated as dense rows. This separates a structure from the dense rows next to it, on both sides.
         """
         self._splits_hubs = splits_hubs
         self._respond = respond

@@ -351,7 +351,7 @@ def with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Sequ
         return pattern
     first_row, row_widths = _elements(outputs)
     first_column, column_widths = _elements(inputs)
-    # Each element's entry once, before it becomes up to four: patterns may just fit in memory.
+    # One entry per pair of elements, before each becomes up to four entries, because memory may be scarce.
     keys = np.unique(first_row[pattern.rows()] * pattern.n + first_column[pattern.columns])
     i, j = np.divmod(keys, pattern.n)
     entries = []

@@ -141,7 +141,7 @@ def patch(*, compare: bool = False) -> Patch:
     ------
     DisagreementError
         From a check, with compare=True: one checker passed, the other failed or raised. An AssertionError,
-        whatever raise_exception says.
+        for any value of raise_exception.
     TypeError
         It decorates an async or generator function.
 

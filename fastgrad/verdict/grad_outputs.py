@@ -108,7 +108,7 @@ def _undefined_failure(problem: Problem, gradients: Sequence[Tensor | None]) -> 
 
 @phase("undefined tangents")
 def check_undefined_tangents(problem: Problem, settings: Settings) -> Failure | None:
-    """An undefined tangent of one input must count as zero, whatever the tangents of the others."""
+    """An undefined tangent of one input must count as zero, for any tangents of the other inputs."""
     random = [uniform_like(block.tensor, settings.seed, TANGENT_STREAM, block.first) for block in problem.inputs]
     for k, block in enumerate(problem.inputs):
         zero = torch.zeros_like(block.tensor.detach())

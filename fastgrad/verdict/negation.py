@@ -19,7 +19,7 @@ MOST_COMPONENTS = 8
 
 
 def linear_bound(error: Tensor, settings: Settings) -> float:
-    """The least error of an entry for vectors of one sign that sums show; error: the distance of products from sums."""
+    """The smallest error, for vectors of one sign, that sums detect; error: the difference of products and sums."""
     return max(settings.atol, 2 * largest(error))  # the components of a vector are at least 1/2
 
 

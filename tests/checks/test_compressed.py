@@ -36,7 +36,7 @@ def compressed(func: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Re
 
 
 def worst_entry(report: Report) -> tuple[int, int]:
-    """The entry that the failure names, of vectors."""
+    """The entry that the failure names, for an input and an output with one dimension."""
     assert report.failure is not None
     assert report.failure.comparison is not None
     worst = report.failure.comparison.worst

@@ -32,7 +32,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses batches for every func that accepts them, whatever time they take."""
+    """Uses batches for every func that accepts them, even if they are slower."""
     set_costs(monkeypatch, guess_seconds=0.0)
     set_costs(monkeypatch, trial_seconds=0.0)
     set_costs(monkeypatch, trial_gain=0.0)

@@ -1142,7 +1142,7 @@ add(
     diagonal,
 )
 
-# Races, emulated: what atomics leave to chance comes from generators of their own.
+# Emulated races: separate random generators replace the random order of atomic operations.
 
 
 def _jitter(shape: torch.Size, size: float) -> Callable[[], Tensor]:

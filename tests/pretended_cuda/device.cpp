@@ -1,6 +1,6 @@
 // cuda:0 and cuda:1 as torch's core sees devices: the current one, streams, events, memory, random numbers.
 //
-// All of it is this process's own memory and threads; whatever is asked for is done at once.
+// All of it is this process's own memory and threads; every request takes effect immediately.
 #include "device.h"
 
 #include <ATen/core/Generator.h>
