@@ -228,7 +228,7 @@ class Products:
 
 
 def _coordinates(tensor: Tensor, block: Block) -> Tensor:
-    """Real coordinates in double precision; for complex tensors, the last dimension is over an element's coordinates."""
+    """Real coordinates in double precision; of a complex tensor, the last dimension is an element's."""
     if block.is_complex:
         tensor = tensor if tensor.is_complex() else tensor.to(torch.complex128)
         return torch.view_as_real(tensor.resolve_conj().resolve_neg().to(torch.complex128))

@@ -61,7 +61,9 @@ def _first_rows(count: int) -> Callable[[Subject], Case]:
     def make(subject: Subject) -> Case:
         sizes = {value.shape[0] for value in subject.given if value.ndim}
         if len(sizes) != 1 or sizes == {count}:
-            raise NotApplicableError("the first dimensions of the inputs differ in size, or have this size already")
+            raise NotApplicableError(
+                "the first dimensions of the inputs are missing, differ in size, or have this size already"
+            )
         shorter = tuple(
             value.detach()[:count].clone().requires_grad_(value.requires_grad) if value.ndim else value
             for value in subject.given
