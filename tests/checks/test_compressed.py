@@ -351,7 +351,7 @@ import torch, fastgrad
 from benchmarks.measure import PeakMemory
 n = 1_000_000
 x = torch.randn(n, dtype=torch.float64, requires_grad=True)
-fastgrad.gradcheck(torch.sin, x)  # what the first check of a process allocates for good
+fastgrad.gradcheck(torch.sin, x)  # memory that the first check of a process allocates permanently
 with PeakMemory() as peak:
     fastgrad.gradcheck(torch.sin, x)
 print(peak.mib * 2**20 / (8 * n))

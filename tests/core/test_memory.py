@@ -215,7 +215,7 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 {setup}
 warm = torch.ones(300, dtype=torch.float64, requires_grad=True)
-for engine in ("dense", "compressed", "auto"):  # what is imported, and libraries at their first call
+for engine in ("dense", "compressed", "auto"):  # memory of imports, and of libraries at their first call
     fastgrad.check(lambda x: x.cumsum(0).sin(), warm, engine=engine)
 torch.func.vmap(torch.tanh)(warm)
 func(x).abs().sum().backward()

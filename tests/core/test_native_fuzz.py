@@ -433,7 +433,7 @@ def fuzz(calls: int, seed: int) -> None:
                 returned += 1
             except SystemError:
                 raise  # of a function that returned with an error set, or without one
-            except Exception:  # whatever it says
+            except Exception:  # any message is allowed
                 continue
     print(f"\n{calls} calls each of {len(names)} functions, {returned} of them returned")
 

@@ -127,7 +127,7 @@ for name, func, inputs, options in cases:
         getattr(fastgrad, name)(func, inputs, **options)
         found.append("passed")
     except Exception as error:
-        # What comes after depends on the engine, which depends on time.
+        # The rest of the text depends on the engine, which depends on time.
         found.append(f"{type(error).__name__}: {str(error).split(' (residual')[0].splitlines()[0].partition(':')[0]}")
 print(json.dumps([native.IS_NATIVE, found]))
 """

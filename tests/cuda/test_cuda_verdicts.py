@@ -129,7 +129,7 @@ def test_loops_do_not_wait_for_the_device(device: torch.device) -> None:
     (x,) = moved(leaves((200,)), device)
     with Problem(torch.sin, (x,)) as problem:
         problem.graph()
-        problem.difference_columns(0, 4, 1e-6, True)  # what is set up once
+        problem.difference_columns(0, 4, 1e-6, True)  # setup that is done once
         output = problem.outputs[0]
         problem.graph()
         torch.cuda.synchronize(device)

@@ -35,7 +35,7 @@ FORWARD_OVER_REVERSE = {"check_fwd_over_rev": True, "check_rev_over_rev": False,
 
 @dataclass(frozen=True)
 class Check:
-    """torch's and fastgrad's checker, their keywords, and the OpInfo flag of operators that have what is checked."""
+    """torch's and fastgrad's checker, their keywords, and the OpInfo flag of operators that support the check."""
 
     checkers: tuple[Any, Any]
     keywords: dict[str, bool]
@@ -75,8 +75,8 @@ def verdict(check: Any, case: Case, grad_outputs: Any = None, **keywords: Any) -
 def evidence(row: dict[str, Any], case: Case, grad_outputs: Any) -> str:
     """Why fastgrad's "pass" is right if torch fails: the "re-measured" row of docs/differences.md.
 
-    The evidence is torch's own: it passes the same case once its step is another one, so it was the
-    step that failed the check and not the gradient.
+    The evidence comes from torch: it passes the same case with another step, so the step and not the gradient
+    was the reason of the failure.
     """
     check = CHECKS[row["check"]]
     copied = row["fastgrad"] == "pass" and "out of bounds for storage" in row["torch_message"]

@@ -207,7 +207,7 @@ STRUCTURE = [
     ),
 ]
 
-# What forward keeps for backward.
+# Tensors that forward keeps for backward.
 
 
 def _changed_after_saving(change: bool) -> Function:

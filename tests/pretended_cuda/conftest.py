@@ -1,4 +1,4 @@
-"""The tests of this folder need the pretended device: `make test-pretended-cuda`."""
+"""The tests of this folder need the simulated device: `make test-pretended-cuda`."""
 
 from __future__ import annotations
 

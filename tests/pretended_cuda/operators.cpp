@@ -1,7 +1,7 @@
 // Operators of the simulated device: the CPU's kernels on the same memory, under the rules of a device.
 //
-// Tensors of several devices do not meet, the host's reads are counted and forbidden where torch forbids them to wait,
-// and random numbers are the device's own.
+// Tensors of several devices cannot be combined. Reads by the host are counted, and forbidden where torch forbids
+// waiting. Random numbers come from the device's own generator.
 #include "device.h"
 
 #include <ATen/ATen.h>
@@ -135,7 +135,7 @@ class Twins {
           cpu.sizes());
       return own;
     }
-    TORCH_CHECK_NOT_IMPLEMENTED(cpu.layout() == at::kStrided, "the pretended device has no layout ", cpu.layout());
+    TORCH_CHECK_NOT_IMPLEMENTED(cpu.layout() == at::kStrided, "the simulated device has no layout ", cpu.layout());
     for (const auto& [twin, own] : pairs_) {
       if (twin.has_storage() && twin.storage().unsafeGetStorageImpl() == cpu.storage().unsafeGetStorageImpl()) {
         return view_of(own.storage(), cpu, c10::DispatchKey::CUDA);

@@ -1,6 +1,6 @@
-"""Loads the pretended CUDA device, and puts what Python sees of it in torch.cuda's place.
+"""Loads the simulated CUDA device, and replaces the functions of torch.cuda by those of this device.
 
-`pytest -p tests.pretended_cuda.plugin`. To be imported before torch, which asks once what devices there are.
+`pytest -p tests.pretended_cuda.plugin`. It must be imported before torch, which looks for devices only once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LIBRARY = Path(os.environ.get("FASTGRAD_PRETENDED_CUDA", "build/cmake/libpretend
 """What `make test-pretended-cuda` builds."""
 
 if "torch" in sys.modules:
-    raise ImportError("the pretended CUDA device must be loaded before torch")
+    raise ImportError("the simulated CUDA device must be loaded before torch")
 ctypes.CDLL(str(LIBRARY), mode=ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402  (after the device)
@@ -33,7 +33,7 @@ def index_of(device: Any = None) -> int:
     return device if isinstance(device, int) else torch.device(device).index
 
 
-# torch's own classes: those of a CUDA build add what nothing here uses.
+# torch's base classes; the classes of a CUDA build add only functions that are not used here.
 def new_stream(device: Any = None, priority: int = 0) -> torch.Stream:
     return torch.Stream(device=torch.device("cuda", index_of(device)), priority=priority)
 
@@ -76,7 +76,7 @@ REPLACED = {
     "set_device": lambda device: ops.exchange_device(index_of(device)),
     "_exchange_device": ops.exchange_device,
     "_maybe_exchange_device": lambda device: ops.exchange_device(device) if device >= 0 else -1,
-    "get_device_name": lambda device=None: "pretended CUDA device",
+    "get_device_name": lambda device=None: "simulated CUDA device",
     "get_device_capability": lambda device=None: (8, 0),
     "get_device_properties": lambda device=None: SimpleNamespace(major=8, minor=0, total_memory=1 << 37),
     "Stream": new_stream,

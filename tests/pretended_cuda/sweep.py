@@ -1,7 +1,7 @@
-"""Verdicts on a CUDA device, pretended or real, against those on the CPU, over torch's operator samples.
+"""Verdicts on a CUDA device, simulated or real, against those on the CPU, over torch's operator samples.
 
 `make sweep-pretended-cuda`; with --real, on a machine with a GPU. Each part of the operators has its own process, since
-the pretended device is loaded before torch.
+the simulated device is loaded before torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 MOST_ENTRIES = {"pretended": 40_000, "real": 400_000}
-"""Of the Jacobians that are checked: a call on the pretended device costs fifty times as much as on the CPU."""
+"""Largest size of the checked Jacobians: a call on the simulated device costs 50 times as much as on the CPU."""
 
 UNLIKE = {
     "nn.functional.scaled_dot_product_attention": "has other kernels on CUDA, which the CPU's stand for in part",
@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--match", default="", help="only operators whose name contains this")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--part", type=int, help="of so many jobs, which one: in a process of its own")
-    parser.add_argument("--real", action="store_true", help="the GPU of this machine instead of the pretended device")
+    parser.add_argument("--real", action="store_true", help="the GPU of this machine instead of the simulated device")
     options = parser.parse_args()
     if options.part is None:
         command = [sys.executable, "-m", "tests.pretended_cuda.sweep", *sys.argv[1:]]

@@ -1,4 +1,4 @@
-"""The pretended device behaves as a CUDA device, as far as checks can see."""
+"""The simulated device behaves as a CUDA device, as far as checks can see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sample of the sweep: verdicts on the pretended device are those on the CPU."""
+"""A sample of the sweep: verdicts on the simulated device are those on the CPU."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_the_call_that_reproduces_a_failure(name: str, keywords: dict[str, Any],
         getattr(fastgrad, name)(func, (x,), **keywords)
     lines = [line for line in str(raised.value).splitlines() if line.startswith("  reproduce ")]
     assert lines == [f"  reproduce  fastgrad.{expected}"]
-    # What it says is a call.
+    # The line is a valid call.
     arguments = {"func": func, "inputs": (x,), "grad_outputs": keywords.get("grad_outputs")}
     call = expected.replace("grad_outputs=...", "grad_outputs=grad_outputs").replace("(...,", "(func, inputs,")
     with pytest.raises(fastgrad.GradcheckError) as again:

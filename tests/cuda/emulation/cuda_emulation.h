@@ -1,10 +1,10 @@
-// CUDA kernels on the CPU: one fiber a thread of a block that waits, __syncthreads() as a yield to the others.
+// CUDA kernels on the CPU: one fiber per thread that waits at a barrier; __syncthreads() switches to other threads.
 //
-// Runs .cu files that include no torch headers, launch through FASTGRAD_LAUNCH and declare what a block shares by
-// FASTGRAD_SHARED. Blocks run one after another, and threads from barrier to barrier, both in random order: what
-// needs an order that nothing demands gives wrong sums, or NaN, as shared memory is NaN when a block begins. A
-// barrier that not all threads of a block meet is an error, and so is a launch that no device takes. Atomics,
-// warps and streams are out of its sight.
+// Runs .cu files that include no torch headers, launch through FASTGRAD_LAUNCH and declare shared memory by
+// FASTGRAD_SHARED. Blocks run one after another, and threads from barrier to barrier, both in random order. Shared
+// memory is NaN when a block begins. So code that relies on an order without a barrier gives wrong sums, or NaN. A
+// barrier that not all threads of a block reach is an error, and so is a launch that a device would refuse. Atomics,
+// warps and streams are not emulated.
 #pragma once
 
 #include <ucontext.h>
