@@ -64,8 +64,8 @@ class ReverseMode(Evaluation):
         Returns
         -------
         tuple
-            The rows (float64, shape (count, coordinates of `inputs` end to end)), those of the second
-            run divided by scale (the same, with `repeated` rows), and properties of the gradients.
+            The rows: float64, shape (count, coordinates of `inputs` end to end); the rows of the second run, divided by
+            scale: float64, shape (repeated, coordinates); and properties of the gradients.
         """
         natives, graph, size = self._natives, self.vjp_graph(), self.n
         if len(inputs) < len(natives):

@@ -237,7 +237,7 @@ def test_the_certificate_sees_what_the_look_did_not(size: float, monkeypatch: py
 
 
 def test_entries_that_a_guess_misses_are_learnt() -> None:
-    """Neighbors are coupled by a term that vanishes at every other point: the look cannot refute the guess."""
+    """Output 150 also depends on input 7, which the first look does not show."""
     x = normal(300)
 
     def func(v: Tensor) -> Tensor:
@@ -414,7 +414,7 @@ def test_the_dense_engine_decides_about_an_entry_that_a_large_one_may_hide() -> 
 
 
 class SortOffByOne(torch.autograd.Function):
-    """sort whose backward swaps the gradients of the two closest values, and adds `extra` to the one behind."""
+    """Sorts; its backward may swap the gradients of the two closest values, and adds `extra` seven places on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, extra: float, swaps: bool) -> Tensor:
