@@ -21,7 +21,7 @@ from fastgrad.checks.small_sums import (
     rounding_of_differences,
     sums_agree,
 )
-from fastgrad.core.errors import raise_if_transient
+from fastgrad.core.errors import unless_refused
 from fastgrad.core.native import Layout, explained_sums, flattened, largest_errors
 from fastgrad.core.phases import phase
 from fastgrad.core.random import GRAPH_STREAM, direction
@@ -226,12 +226,7 @@ def _reacting_outputs(check: SmallCheck, settings: Settings) -> Mask | None:
 
 
 def _values_at(check: SmallCheck, displacement: Tensor) -> Tensor | None:
-    evaluate = partial(check.problem.values_at, displacement)
-    try:
-        values = evaluate()
-    except Exception as error:
-        raise_if_transient(error, evaluate)
-        return None
+    values = unless_refused(partial(check.problem.values_at, displacement))
     return None if isinstance(values, tuple) else values
 
 
@@ -239,14 +234,8 @@ def _values_at(check: SmallCheck, displacement: Tensor) -> Tensor | None:
 def _numerical_entries(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> Tensor | None:
     """The numerical entries, shape (entries,); None if func accepts only single steps, or returns something else."""
     compression = pattern.compression
-    evaluate = partial(
-        check.problem.difference_entries, compression.column_groups.groups, compression.columns, settings.eps
-    )
-    try:
-        found = evaluate()
-    except Exception as error:
-        raise_if_transient(error, evaluate)
-        return None
+    groups = compression.column_groups.groups
+    found = unless_refused(partial(check.problem.difference_entries, groups, compression.columns, settings.eps))
     return None if isinstance(found, tuple) else found
 
 
@@ -313,7 +302,7 @@ def _sums_are_explained(
         or not _explains_look(check, settings, analytical, columns, rows)
     ):
         return False
-    rounding = (TERM_ROUNDING + SUM_ROUNDING * compression.most_in_column**0.5) * problem.unit_roundoff
+    rounding = (TERM_ROUNDING + SUM_ROUNDING * compression.pattern.most_in_column**0.5) * problem.unit_roundoff
     count = pattern.row_group_count
     alone = pattern.grad_outputs[count:], gradients[count:]
     sizes = [

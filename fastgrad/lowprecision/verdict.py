@@ -224,8 +224,8 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
         outcome.failure = _failure("beyond rounding", entry)
         outcome.causes = causes_of(comparison.low[rows], comparison.exact[rows])
         return
-    probe, coordinate = _place(ratio)
-    outcome.note(worst=comparison.entry(probe, coordinate), wrong=int(wrong.sum()))
+    worst = comparison.entry(*_place(ratio))
+    outcome.note(worst=worst, wrong=int(wrong.sum()))
     outcome.causes = causes_of(comparison.low[wrong], comparison.exact[wrong])
     if _special_grad_output(comparison, wrong, outcome):
         return
@@ -246,7 +246,6 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
             outcome.note(worst=entry)
             outcome.failure = _failure("beyond rounding", entry)
             return
-    entry = comparison.entry(probe, coordinate)
     if float(ratio.max()) <= MOST_OF_SUMS:
         outcome.note(
             undecided="the gradient of a sum over outputs differs by more than rounding of the reference explains, "
@@ -254,7 +253,7 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
             remedy="check whether the kernel accumulates in the lower dtype; if so, pass a reference= that also does",
         )
         return
-    outcome.failure = _failure("beyond rounding", entry, "the error is only in the gradient of a sum over outputs")
+    outcome.failure = _failure("beyond rounding", worst, "the error is only in the gradient of a sum over outputs")
 
 
 def _place(ratio: Tensor) -> tuple[int, int]:

@@ -666,6 +666,33 @@ def test_sums_that_accumulate_in_the_lower_dtype(count: int, verdict: str) -> No
         assert "the error is only in the gradient of a sum over outputs" in str(report)
 
 
+def test_a_failure_of_sums_names_the_worst_entry() -> None:
+    def expanded(x: Tensor, y: Tensor) -> Tensor:
+        return x.expand(256) + y.expand(256)
+
+    def accumulated(grad: Tensor, share: float) -> Tensor:
+        total = torch.zeros_like(grad[:1])
+        for one in grad.split(1):
+            total = total + one
+        return (share * total.double() + (1 - share) * grad.double().sum()).to(grad.dtype)
+
+    class Expanded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            return expanded(x, y)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            return accumulated(grad, 1.0), accumulated(grad, 0.9)
+
+    inputs = normal(1, dtype=torch.bfloat16), normal(1, dtype=torch.bfloat16)
+    report = fastgrad.check(Expanded.apply, inputs, reference=expanded, fast_mode=True)
+    assert report.failure is not None
+    assert report.precision is not None
+    assert report.precision.worst is not None
+    assert report.failure.input == report.precision.worst.input == 0
+
+
 def test_a_wrong_gradient_of_equal_grad_outputs_is_not_blamed_on_their_layout() -> None:
     func = elementwise(torch.tanh, lambda g, x: tanh_slope(g, x) * (2 if (g == g.reshape(-1)[0]).all() else 1))
     report = fastgrad.check(func, normal(3, 4, dtype=torch.bfloat16), reference=torch.tanh)
