@@ -15,18 +15,19 @@ _ROW = 1 << 16
 
 
 @functools.cache
-def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
+def _factors(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Random odd integers: multiplication by an odd integer modulo 2^64 loses no information."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**62), 2**62, (2, _ROW), generator=generator, dtype=torch.int64, device="cpu") * 2 + 1
-    return drawn[0].to(device), drawn[1].to(device)
+    drawn = torch.randint(-(2**62), 2**62, (3, _ROW), generator=generator, dtype=torch.int64, device="cpu") * 2 + 1
+    return drawn[0].to(device), drawn[1].to(device), drawn[2].to(device)
 
 
 @hidden_from_dynamo
 def fingerprint(tensor: Tensor) -> int:
-    """A weighted sum of a tensor's bits modulo 2^64, which changes if any one element changes.
+    """A sum of a tensor's mixed and weighted bits modulo 2^64, which changes if any one element changes.
 
-    If several elements change, the fingerprint stays the same with a probability of about 2^-64.
+    If several elements change, the fingerprint stays the same with a probability of about 2^-64; of elements of 32 bits
+    or fewer, 2^-32.
     """
     if tensor.layout is not torch.strided:
         return sum(fingerprint(part) for part in _parts(tensor))
@@ -39,18 +40,27 @@ def fingerprint(tensor: Tensor) -> int:
     if not values.is_contiguous():
         values = values.contiguous()
     bits = values.reshape(-1).view(_INTEGERS[values.element_size()])
-    within, across = _factors(bits.device)
+    *within, across = _factors(bits.device)
     rows, rest = divmod(bits.numel(), _ROW)
     total = 0
     if rows:
-        # Products in int32 also wrap around, and an odd factor loses no information there, either.
-        weighted = bits[: rows * _ROW].view(rows, _ROW) * within.to(bits.dtype)
-        sums = weighted.sum(1, dtype=torch.int64)
+        sums = _mixed(bits[: rows * _ROW].view(rows, _ROW), *within).sum(1, dtype=torch.int64)
         factors = across.repeat(-(-rows // _ROW))[:rows]
         total += int((sums * factors).sum())
     if rest:
-        total += 3 * int((bits[rows * _ROW :] * within[:rest].to(bits.dtype)).sum(dtype=torch.int64))
+        total += 3 * int(_mixed(bits[rows * _ROW :], *(factors[:rest] for factors in within)).sum(dtype=torch.int64))
     return total
+
+
+def _mixed(bits: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Products with odd factors, whose upper halves change the lower ones before the second factor.
+
+    Without this, a change of the uppermost bit would have the same effect at each element, and two would cancel.
+    Products of fewer than 64 bits also wrap around, and an odd factor loses no information there, either.
+    """
+    products = bits * first.to(bits.dtype)
+    products ^= products >> 4 * bits.element_size()
+    return products.mul_(second.to(bits.dtype))
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

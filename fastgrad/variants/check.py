@@ -237,7 +237,10 @@ def _at_a_made_up_point(case: Case, verdict: VariantVerdict, line: str) -> tuple
         return "undecided", "the check fails here, but the Jacobian is too large to test whether the derivative exists"
     if found.wrong or not found.without:
         return verdict, line
-    return "no derivative", f"{found.without} entries have different one-sided derivatives, or infinite ones"
+    return "no derivative", (
+        f"{found.without} entries have different one-sided derivatives, infinite ones, or ones below the rounding of "
+        "the output"
+    )
 
 
 def _first_line(error: Exception) -> str:

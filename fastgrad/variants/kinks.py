@@ -26,6 +26,9 @@ RELATIVE, ABSOLUTE = 1e-2, 1e-3
 """Largest distance between one-sided differences, or differences of two steps, if a function is smooth; and the largest
 error of a gradient: one-sided differences are no more accurate."""
 
+ROUNDING = 16.0
+"""Allowed rounding of an output, in unit roundoffs: of its two values and of the operations of a usual function."""
+
 
 @dataclass(frozen=True)
 class Examined:
@@ -38,6 +41,7 @@ class Examined:
 def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> Examined | None:
     """Examines every entry from both sides; None if there are too many. A complex number is two real ones.
 
+    An entry whose effect on the output is smaller than its rounding counts as one without a derivative.
     An output has a derivative if it has one along each coordinate, and if these add up along other directions. For
     example, the median of equal numbers does not change if one of them changes, but it changes if all do.
     """
@@ -57,7 +61,10 @@ def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> Examined | No
             u = direction(n, number, TANGENT_STREAM) * scale
             slope, agree = _slope(problem, u)
             adds_up &= agree & ((slope - slopes @ u).abs() <= _allowed(slopes.abs() @ u.abs()))
-    exists = smooth & adds_up.unsqueeze(1)
+        rounding = ROUNDING * problem.unit_roundoff * problem.base().cpu().abs() / (STEP * FINER)
+    # An entry that is small beside the output may not change a single bit of it.
+    shown = rounding.unsqueeze(1) / scale <= _allowed(torch.maximum(slopes.abs(), gradient.abs().nan_to_num(0.0, 0.0)))
+    exists = smooth & adds_up.unsqueeze(1) & shown
     # A grad_output of zero times an infinite derivative is NaN, in the whole column.
     spoilt = ~exists.all(0) & ~gradient.isfinite()
     wrong = exists & ~spoilt & ~((gradient - slopes).abs() <= _allowed(slopes.abs()))

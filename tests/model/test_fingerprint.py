@@ -30,6 +30,19 @@ def test_it_tells_orders_and_signs_apart() -> None:
     assert len(others) == 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [3, 8, 1000, 70_000])
+def test_changes_of_the_uppermost_bits_do_not_cancel(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.randn(size, dtype=torch.float64).to(dtype)
+    two = tensor.clone()
+    two[:2].neg_()
+    zeros = torch.zeros(size, dtype=dtype)
+    moved = [zeros.clone(), zeros.clone()]
+    moved[0][0], moved[1][1] = -0.0, -0.0
+    found = [fingerprint(one) for one in (tensor, -tensor, two, zeros, -zeros, *moved)]
+    assert len(set(found)) == len(found)
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_values_of_sparse_tensors_change_it(layout: torch.layout) -> None:
     made = torch.eye(4).to_sparse(layout=layout)

@@ -83,6 +83,29 @@ def test_kinks_accuse_nobody(func: Any) -> None:
     assert report.passed, str(report)
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "func",
+    [
+        *(lambda x: x.exp().cumsum(0), lambda x: torch.exp(-x).sum(-1), lambda x: (x**8).sum(-1)),
+        *(lambda x: x.sinh() @ torch.ones(4, 2, dtype=x.dtype), lambda x: (x.exp() * (1 - x) ** 2).sum(-1)),
+    ],
+)
+def test_an_entry_below_the_rounding_of_its_output_accuses_nobody(func: Any, seed: int) -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    report = fastgrad.check_variants(func, x, only=["points: large"])
+    assert not report.failed, str(report)
+
+
+def test_a_wrong_entry_beside_large_outputs_is_accused() -> None:
+    report = fastgrad.check_variants(
+        lambda x: (x**4 + (x.abs() > 10) * x.detach() ** 4).sum(-1),
+        numbers(3, 4).requires_grad_(),
+        only=["points: large"],
+    )
+    assert [row.path for row in report.failed] == ["points: large"]
+
+
 def test_a_gradient_that_is_not_finite_where_the_derivative_is() -> None:
     def branches(x: Tensor) -> Tensor:
         return torch.where(x > 0, x, x.exp())  # the gradient of the branch not taken is infinite, times zero
