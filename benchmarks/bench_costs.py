@@ -24,6 +24,11 @@ from fastgrad.problem.second_order import Backward
 SIZE = 1000
 """Input coordinates: calls take microseconds, so that their overhead shows."""
 
+SMALL = 100
+"""The same for small checks."""
+
+DENSE_CALLS = 2 + 6 * COSTS.vjp_evaluations
+"""Calls of the dense engine in a small check, in evaluations, in addition to rows and columns."""
 
 DEVICE = torch.device("cpu")
 """Where the inputs are; main() sets it."""
@@ -122,7 +127,14 @@ def measured(rounds: int) -> dict[str, float]:
     _, least = calls_seconds(lambda x: x.clone(), (leaf(1),), rounds)
     sketch = fastgrad.check(torch.sin, x, fast_mode=True, engine="sketch")
     compressed = fastgrad.check(torch.sin, x, engine="compressed")
-    groups = 2 * (compressed.plan.column_groups or 0) + COSTS.vjp_evaluations * (compressed.plan.row_groups or 0)
+    few = leaf(SMALL)
+    small = fastgrad.check(torch.sin, few)  # a small check of a pattern, on the CPU
+
+    def calls_of(report: fastgrad.Report) -> float:
+        """Calls, in evaluations, without those of groups."""
+        groups = 2 * (report.plan.column_groups or 0) + COSTS.vjp_evaluations * (report.plan.row_groups or 0)
+        return report.evaluations + COSTS.vjp_evaluations * report.vjps - groups
+
     return {
         "vjp_seconds": least,
         "vjp_evaluations": statistics.geometric_mean(ratios),
@@ -138,7 +150,11 @@ def measured(rounds: int) -> dict[str, float]:
             *calls_seconds(lambda x: x * x.roll(1) * x.roll(7), (x,), rounds),
             rounds,
         ),
-        "certificate_evaluations": compressed.evaluations + COSTS.vjp_evaluations * compressed.vjps - groups,
+        "certificate_evaluations": calls_of(compressed),
+        "small_pattern_seconds": beside_the_calls(
+            lambda: fastgrad.check(torch.sin, few), *calls_seconds(torch.sin, (few,), rounds), rounds
+        ),
+        "small_pattern_calls": calls_of(small) - DENSE_CALLS,
     }
 
 

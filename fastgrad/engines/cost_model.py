@@ -76,7 +76,7 @@ class CostModel:
     small_sketch_seconds: float = 0.05e-3
     small_sketch_calls: int = 9
     small_pattern_seconds: float = 0.3e-3
-    small_pattern_calls: int = 18
+    small_pattern_calls: int = 14
     guess_seconds: float = 1.5e-3
     align_seconds: float = 4.5e-3
     probe_seconds: float = 15e-3

@@ -152,14 +152,15 @@ def located_failure(found: list[Found]) -> Failure:
     width = head.input.width
     entries = head.output.tensor.numel() * (head.input.size // width)
     pairs = [(remeasured.entry.analytical, remeasured.entry.numerical) for remeasured in remeasured_entries]
+    finite = [(modulus(a - n), modulus(n)) for a, n in pairs if math.isfinite(modulus(a - n))]
     product = sum((complex(a) * complex(n).conjugate() for a, n in pairs), 0j)
     wrong = sorted((remeasured.entry for remeasured in remeasured_entries), key=_excess, reverse=True)
     comparison = Comparison(
         entries=entries,
         mismatches=len(same),
         worst=worst.entry,
-        largest_absolute=max(remeasured.entry.difference for remeasured in remeasured_entries),
-        largest_relative=max(modulus(a - n) / modulus(n) if modulus(n) else math.inf for a, n in pairs),
+        largest_absolute=max((difference for difference, _ in finite), default=0.0),
+        largest_relative=max((difference / size if size else math.inf for difference, size in finite), default=0.0),
         sum_analytical=sum(modulus(a) * modulus(a) for a, _ in pairs),
         sum_numerical=sum(modulus(n) * modulus(n) for _, n in pairs),
         sum_product=product,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -125,3 +126,17 @@ def test_entries_that_are_clearly_wrong_are_counted() -> None:
     func = function(lambda x: x**3, lambda g, x: 3.01 * x**2 * g)
     found = fastgrad.check(func, leaf(*torch.linspace(0.1, 2, 40).tolist()), engine="dense").failure.comparison
     assert (found.mismatches, found.unclear) == (40, 0)
+
+
+def test_the_largest_error_is_the_largest_finite_one() -> None:
+    def backward(grad_output: Tensor, x: Tensor) -> Tensor:
+        gradient = grad_output * x.cos()
+        gradient[3] = torch.nan
+        return gradient
+
+    x = torch.linspace(0.1, 0.9, 60, dtype=torch.float64).requires_grad_()
+    for fast_mode in (False, True):
+        report = fastgrad.check(function(torch.sin, backward), (x,), fast_mode=fast_mode)
+        assert report.failure is not None
+        assert report.failure.comparison is not None
+        assert math.isfinite(report.failure.comparison.largest_absolute)
