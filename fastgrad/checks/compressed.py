@@ -7,7 +7,7 @@ fails is not yet a verdict: it leads to a single entry that is wrong when measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.candidates import Candidates
+from fastgrad.checks.pattern_verdict import PatternVerdict
 from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
-from fastgrad.core.errors import raise_unless_of_func, unless_refused
-from fastgrad.core.native import ops
+from fastgrad.core.errors import unless_refused
 from fastgrad.core.phases import phase
-from fastgrad.core.tensors import checksum, differ, largest
-from fastgrad.engines import compressed, cost_model, executor
-from fastgrad.engines.blocks import row_parts
+from fastgrad.engines import compressed, cost_model
 from fastgrad.engines.compressed import Compression
-from fastgrad.engines.executor import RefusedError
 from fastgrad.engines.plan import (
     can_be_dense,
     dense_is_small,
@@ -35,26 +32,15 @@ from fastgrad.engines.plan import (
     replays_groups,
     takes_long,
 )
-from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
-from fastgrad.report.failure import Failure, Part
-from fastgrad.report.settings import Settings, Tolerances
+from fastgrad.report.failure import Failure
+from fastgrad.report.settings import Settings
 from fastgrad.structure.detection import ProblemPatterns
 from fastgrad.structure.sparsity import HANDFUL
-from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
-from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
-from fastgrad.verdict.confirm import entries_failure, mismatch_failure
-from fastgrad.verdict.linearity import (
-    groups_failure,
-    movement_between,
-    nondeterministic,
-    one_hot_rows,
-    raised_for,
-    separate_failure,
-)
-from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, NumericalCertificate, incomplete
+from fastgrad.verdict.comparison import Findings
+from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 ATTEMPTS = 6
@@ -118,7 +104,7 @@ def _attempt(
     planned = 2 * column_groups + (column_groups if by_columns else row_groups)
     problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
     plan = _plan(problem, settings, look, compression)
-    verdict = unless_refused(partial(_Verdict, problem, settings, plan, compression, look, calls))
+    verdict = unless_refused(partial(PatternVerdict, problem, settings, plan, compression, look, calls))
     if verdict is None:  # func may accept only single steps
         return "dense engine"
     if verdict.numerical_suspects and dense_is_small(problem, settings):
@@ -152,7 +138,7 @@ def _answer(
     settings: Settings,
     findings: Findings,
     candidates: Candidates,
-    verdict: _Verdict,
+    verdict: PatternVerdict,
     found: Failure | Incomplete | None,
     plan: Plan,
 ) -> Outcome | Next:
@@ -211,7 +197,9 @@ def analytical_entries(problem: Problem, settings: Settings, look: FirstLook) ->
     return None
 
 
-def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iterator[tuple[Compression, _Verdict]]:
+def _compressions(
+    problem: Problem, settings: Settings, look: FirstLook
+) -> Iterator[tuple[Compression, PatternVerdict]]:
     """The results for each pattern that guesses and probing find, if it pays off."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return
@@ -225,398 +213,7 @@ def _compressions(problem: Problem, settings: Settings, look: FirstLook) -> Iter
         columns, rows = compression.column_groups.count, sum(grouping.count for grouping in compression.row_groups)
         if pays_to_compress(problem, settings, columns, rows):
             plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin)
-            yield compression, _Verdict(problem, settings, plan, compression, look)
-
-
-def _were_wrong_once(before: Tensor, replay: Callable[[], Tensor], single: Tensor, atol: float) -> bool:
-    """Whether replayed entries were wrong once: a second replay gives the same entries as single evaluations."""
-    if not differ(before[None], single[None], atol, False):
-        return False  # replays only round differently
-    try:
-        return not differ(replay()[None], single[None], atol, False)
-    except RefusedError:
-        return False
-
-
-class _Verdict:
-    """The verdict that one pattern leads to.
-
-    Attributes
-    ----------
-    of_func
-        The certificate of the numerical entries.
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        settings: Settings,
-        plan: Plan,
-        compression: Compression,
-        look: FirstLook,
-        calls: RepeatedCalls | None = None,
-    ) -> None:
-        self._problem = problem
-        self._settings = settings
-        self.plan = plan
-        self._compression = compression
-        self._look = look
-        self._calls = calls
-        self.findings = Findings()
-        self._values_of_groups: Tensor | None = None
-        self.of_func = NumericalCertificate(problem, settings, compression, look)
-        try:
-            self._measure()
-        except RefusedError as error:
-            replay = partial(self._entries, self.plan)
-            self._measure_one_by_one(str(error))
-            if executor.is_lead(error, replay):
-                look.irreproducible.append("in replays")
-        if self.plan.replayed and self.numerical_suspects != []:
-            self._measure_wrong_replays_again("they do not add up to the values of single evaluations")
-
-    def _entries(self, plan: Plan | None = None) -> Tensor:
-        """The entries as the plan, by default the present one, computes them."""
-        return compressed.numerical_entries(self._problem, plan or self.plan, self._compression, self._settings.eps)
-
-    def _measure(self) -> None:
-        numerical = self._entries()
-        self._measured = checksum(numerical)
-        self.numerical_suspects = self.of_func.screen(numerical)
-
-    @property
-    def numerical(self) -> Tensor:
-        """The numerical entries: float64, shape (nnz,)."""
-        return self.of_func.values
-
-    def _measure_one_by_one(self, why: str) -> None:
-        """Measures by single evaluations instead of replays."""
-        self.plan = replace(self.plan, replayed=False, reason=f"{self.plan.reason}; no replays: {why}")
-        self._measure()
-
-    def _measure_wrong_replays_again(self, why: str) -> None:
-        before, replay = self.numerical, partial(self._entries, self.plan)
-        self._measure_one_by_one(why)
-        if _were_wrong_once(before, replay, self.numerical, self._settings.loosest().atol):
-            self._look.irreproducible.append("in replays")
-
-    def is_certified(self, values: Tensor) -> bool:
-        """Whether sums of analytical entries equal VJPs and, for a custom backward, the entries equal single rows."""
-        certificate, rows = self._certificate_of(values, self._calls), (0, self._problem.m - 1)
-        return certificate.explains_products() and (not self._problem.is_custom or certificate.explains_rows(rows))
-
-    def by_columns(self) -> tuple[bool, Failure | Incomplete | None]:
-        """Whether differentiating the backward gives columns that are verified; and the result, as from `by_rows`."""
-        problem = self._problem
-        problem.graph()  # an exception of func does not concern its backward
-        values = unless_refused(partial(compressed.linear_entries, problem, self._compression))
-        if values is None:  # it cannot be differentiated
-            return False, None
-        self._of_backward = self._certificate_of(values, self._calls)
-        if not unless_refused(self._of_backward.explains_products):  # backward may raise for some layout
-            return False, None
-        failure, _ = one_hot_rows(problem, self._settings)
-        if failure is None:
-            failure = separate_failure(problem, self._settings, *self._of_backward.first_product())
-        return True, failure or self._judged(None)
-
-    def by_rows(self) -> Failure | Incomplete | None:
-        """A failure, or what the pattern lacks, or nothing."""
-        problem, compression = self._problem, self._compression
-        problem.graph()  # an exception of func does not concern its backward
-        try:
-            values, matches = compressed.analytical_entries(problem, compression)
-        except Exception as error:
-            raise_unless_of_func(error)
-            try:
-                compressed.analytical_entries(problem, compression, repeat=False)
-            except Exception as another:  # single rows may not raise
-                raise_unless_of_func(another)
-                return incomplete([], refuted=True)
-            return raised_for("a constant grad_output, or for a larger one", error)
-        self._of_backward = self._certificate_of(values, self._calls)
-        if problem.is_custom:
-            self._values_of_groups = values.clone()
-        repeat: Failure | None = None
-        for output, repeated, match in matches:
-            part: Part = "imaginary" if output.is_complex else "all"
-            failure = partial(Failure.at, output=output, part=part)
-            if self._settings.check_grad_dtypes and not match.dtypes:
-                return failure("dtype")
-            if not match.sizes:
-                return failure("size")
-            if not match.repeats and repeat is None:
-                grouping = compression.row_groups[output.index]
-                groups = [grouping.members(g) for g in range(repeated)]
-                repeat = groups_failure(problem, self._settings, output, groups)
-                if repeat is not None and repeat.kind == "nonlinear":
-                    first = output.first + int(groups[0][0])
-                    repeat = self.of_func.row_failure(first, self._of_backward.row_alone(first)) or repeat
-                own = self._settings.loosest()
-                if repeat is None and not match.movement <= own.atol + own.rtol * largest(values):
-                    repeat = failure("nondeterministic")  # it did not recur
-        if repeat is not None and repeat.kind == "nondeterministic":
-            return repeat
-        return self._judged(repeat)
-
-    def repeat_differences(self) -> None:
-        """Measures the column groups of a rejected pattern again, and records if func now gives different values."""
-        now = checksum(self._entries())
-        # If the two repeats differ, func rounds differently in each run.
-        if now != self._measured and now == checksum(self._entries()):
-            self._look.irreproducible.append("at steps of several inputs")
-
-    def moved(self) -> Failure | None:
-        """The failure if row groups of a rejected pattern give other values when they run again.
-
-        A group that is wrong only once makes a right pattern look wrong. The next pattern has other groups, which may
-        not show the error.
-        """
-        before = self._values_of_groups
-        if before is None:
-            return None
-        again, _ = compressed.analytical_entries(self._problem, self._compression, repeat=False)
-        # Values may differ by rtol of the largest one. Values that are not finite must be the same again.
-        own = self._settings.loosest()
-        allowed = own.atol + self._settings.nondet_tol * self._problem.m
-        allowed += own.rtol * largest(before.nan_to_num(0.0, 0.0, 0.0))
-        if bool(torch.isclose(again, before, rtol=0.0, atol=allowed, equal_nan=True).all()):
-            return None
-        return nondeterministic(self._problem.outputs[0])
-
-    def _judged(self, repeat: Failure | None) -> Failure | Incomplete | None:
-        """The comparison of all entries, then a failure of repeated groups, then the certificates."""
-        differs = self._differs()
-        if differs and self.plan.replayed:
-            self._measure_wrong_replays_again("a mismatch is checked again by single calls")
-            differs = self._differs()
-        measured = (self._of_backward.values.clone(), self.numerical.clone()) if differs else ()
-        failure = self._confirmed_mismatch() if differs else None
-        if failure is not None:
-            return self._beside_other_entries(failure)
-        if repeat is not None:
-            return repeat
-        found = self._certified()
-        if found is None:
-            # Some entries changed when they were measured alone, although no entry outside of the pattern was added.
-            now = self._of_backward.values, self.numerical
-            change = max(self._of_backward.changed_by, _largest_change(measured, now) if measured else 0.0)
-            if not change <= self._settings.atol / 4:
-                return incomplete([], unexplained=change)
-        if found is None and self._of_backward.has_changed:
-            differs = self._differs()
-        return found or (self._mismatch() if differs else None)
-
-    def hidden(self) -> float:
-        """The size up to which errors may be hidden in a check that passed; 0 if it is too small to matter."""
-        bound = max(self.of_func.bound, self._of_backward.bound)
-        return bound if bound > self.of_func.asked else 0.0
-
-    def _certificate_of(self, values: Tensor, calls: RepeatedCalls | None) -> AnalyticalCertificate:
-        row_failure = self.of_func.row_failure
-        return AnalyticalCertificate(self._problem, self._settings, self._compression, values, row_failure, calls)
-
-    def _certified(self) -> Failure | Incomplete | None:
-        """Certifies that nothing lies outside of the pattern, and that the backward is linear."""
-        of_func, of_backward = self.of_func, self._of_backward
-        certifications: tuple[Callable[[], Failure | Incomplete], ...] = (
-            lambda: of_func.follow(self.numerical_suspects, of_backward.row_alone),
-            of_backward.compare_rows,
-            lambda: of_backward.certify(of_func.asked),
-            self._certify_func,
-            of_backward.compare_more_rows,
-        )
-        learnt = []
-        unexplained: float | None = None
-        for certify in certifications:
-            if unexplained is not None and certify == self._certify_func:
-                continue  # func is not explained already
-            found = certify()
-            if isinstance(found, Failure) or found.refuted:
-                return found
-            if found.unexplained is not None:
-                unexplained = max(found.unexplained, unexplained or 0.0)
-            learnt.append((found.rows, found.columns))
-        found, pattern = incomplete(learnt), self._compression.pattern
-        if found.rows.size and pattern.with_entries(found.rows, found.columns).nnz > pattern.nnz:
-            return found
-        return None if unexplained is None else incomplete([], unexplained=unexplained)
-
-    def _certify_func(self) -> Failure | Incomplete:
-        """Compares derivatives of outputs with the analytical entries, which products have confirmed before."""
-        rows = self.of_func.certify(self._of_backward.values, self._of_backward.row_alone)
-        if rows is None:
-            return incomplete([], refuted=True)
-        if isinstance(rows, Failure):
-            return rows
-        return self.of_func.follow(rows, self._of_backward.row_alone)
-
-    def undecided(self, unexplained: float) -> Failure | None:
-        """The failure of a wrong entry on the pattern; otherwise records the comparison, without certificates."""
-        failure = self._mismatch() if self._differs() else None
-        self.findings.note_undecided(unexplained)
-        if failure is None:
-            self._record_pairs()
-        return failure
-
-    def record(self) -> None:
-        """For a check that passed: what was compared, and what the certificates cover."""
-        self.findings.certificates += [self.of_func.certificate(), self._of_backward.certificate()]
-        if self.hidden():
-            self.findings.note_undecided(self.hidden())
-        self._record_pairs()
-
-    def _record_pairs(self) -> None:
-        if self.findings.pairs:
-            return  # some entries differed at eps, and all were compared one pair at a time
-        values = self._of_backward.values, self.numerical
-        for pair in _agreeing_pairs(self._problem, self._settings, self._compression, values, self._statistics):
-            self.findings.add_pair(pair.pair("all", agrees=True))
-
-    def _differs(self) -> bool:
-        """Whether any entry of the pattern may differ by the allclose rule."""
-        settings = self._settings
-        entries = self._of_backward.values.unsqueeze(0), self.numerical.unsqueeze(0)
-        domains = {block.is_complex for block in self._problem.inputs}
-        # If some entries are complex and some real, coordinates are compared: a complex entry is close if both of its
-        # coordinates are within 2^-1/2 of the tolerance.
-        share = 1.0 if len(domains) == 1 else 2**-0.5
-        tolerances = settings.atol * share, settings.rtol * share
-        self._statistics = ops.compare(*entries, *tolerances, domains == {True}, False).tolist()
-        return bool(self._statistics[0])
-
-    def _beside_other_entries(self, failure: Failure) -> Failure | Incomplete:
-        """The failure to report, given a mismatch on the pattern; or what the pattern lacks.
-
-        If the pattern lacks entries, only an entry that was computed alone is reported, or a larger error elsewhere.
-        """
-        elsewhere = self._certificate_of(self._of_backward.values, None).certify(self.of_func.asked)
-        lacks_entries = bool(self.numerical_suspects) or isinstance(elsewhere, Failure)
-        if isinstance(elsewhere, Incomplete):
-            lacks_entries = lacks_entries or elsewhere.refuted or elsewhere.rows.size > 0
-        if lacks_entries and failure.comparison is not None and failure.comparison.exhaustive:
-            self.findings = Findings()  # its pairs count sums
-            confirmed = self._confirmed_mismatch(may_be_sums=True)
-            if confirmed is None:  # what differs are sums of entries
-                found = elsewhere if isinstance(elsewhere, Failure) else self._certified()
-                return found or incomplete([], refuted=True)
-            failure = confirmed
-        return _with_entries_elsewhere(self._problem, self.findings, failure, elsewhere, lacks_entries)
-
-    def _confirmed_mismatch(self, may_be_sums: bool = False) -> Failure | None:
-        """The failure of entries that differ; None if they differ only by added entries from outside of the pattern.
-
-        An analytical entry is added to another one in its column, a numerical entry to another one in its row.
-        The worst rows are computed separately and, if entries still differ, so are their columns. If this changes
-        entries, other entries may also be sums. Then only an entry that was computed alone is reported. may_be_sums:
-        whether the pattern is already known to lack entries.
-        """
-        rows, columns, excluded = self._compression.rows, self._compression.columns, self._compression.excluded_rows
-        excess = self._excesses(slice(None))
-        differing = (~(excess <= 1)).nonzero().reshape(-1)
-        worst = differing[excess[differing].nan_to_num(torch.inf).argsort(descending=True)]
-        measured: set[int] = set()
-        are_sums = may_be_sums
-        for row in list(dict.fromkeys(rows[worst[: 16 * MOST_SUSPECTS]].tolist()))[:MOST_SUSPECTS]:
-            mine = (rows == row).nonzero().reshape(-1)
-            before = self._of_backward.values[mine], self.numerical[mine]
-            self._of_backward.values[mine] = self._of_backward.row_alone(row)[columns[mine]]
-            still = mine[~(self._excesses(mine) <= 1)][:MOST_SUSPECTS]
-            for column in columns[still].tolist():
-                if column not in measured:
-                    measured.add(column)
-                    within = columns == column
-                    difference = self._problem.difference_columns(column, 1, self._settings.eps, self.plan.record_graph)
-                    if excluded is not None:
-                        difference.masked_fill_(excluded, 0.0)
-                    self.numerical[within] = difference[0, rows[within]]
-            change = _largest_change(before, (self._of_backward.values[mine], self.numerical[mine]))
-            are_sums = are_sums or not change <= self._settings.atol
-            wrong = still[~(self._excesses(still) <= 1)]
-            if not wrong.numel():
-                continue
-            if not are_sums or any(block.is_complex for block in (*self._problem.inputs, *self._problem.outputs)):
-                return self._mismatch()
-            entries = (values[wrong] for values in (rows, columns, self._of_backward.values, self.numerical))
-            failure, unresolved = entries_failure(self._problem, self._settings, *entries)
-            if failure is not None:
-                return failure
-            if unresolved:
-                self.findings.note_undecided(unresolved)
-        return None
-
-    def _excesses(self, entries: Tensor | slice) -> Tensor:
-        """|analytical - numerical| over the allowed error, coordinate by coordinate."""
-        numerical = self.numerical[entries]
-        atol, rtol = tolerances(self._problem, self._settings, self._compression.columns[entries])
-        return (self._of_backward.values[entries] - numerical).abs() / (atol + rtol * numerical.abs())
-
-    def _mismatch(self) -> Failure | None:
-        """The failure of the first wrong entry of the pattern by the allclose rule, in torch's order of comparison."""
-        problem = self._problem
-        self.findings = Findings()  # entries outside of the pattern may have been added to entries on it before
-        for output, part in row_parts(problem.outputs):
-            for block in problem.inputs:
-                values, own = self._of_backward.values, self._settings.of(block.index)
-                pair = _pair(self._compression, values, self.numerical, own, (output, part, block))
-                group_of = self._compression.column_groups_of
-                failure = mismatch_failure(problem, self.plan, pair, part, self._settings, self.findings, group_of)
-                if failure is not None:
-                    return failure
-        return None
-
-
-def _agreeing_pairs(
-    problem: Problem,
-    settings: Settings,
-    compression: Compression,
-    values: tuple[Tensor, Tensor],
-    statistics: list[float],
-) -> Iterator[PairComparison]:
-    """The comparison of each output and input where all entries agree.
-
-    values: the analytical and the numerical entries; statistics: of their comparison.
-    """
-    for output in problem.outputs:
-        within = compression.entries_of(output)
-        columns, *entries = (each[within] for each in (compression.columns, *values))
-        for block in problem.inputs:
-            if compression.leaves_out_pair(output, block):
-                continue
-            pair = PairComparison(output, block, settings, on_pattern=True)
-            if len(problem.inputs) == len(problem.outputs) == 1:
-                # The comparison of all entries was the comparison of this pair.
-                pair.add_statistics(columns.numel() // block.width, statistics)
-            elif len(problem.inputs) == 1:
-                pair.add_agreeing(*entries)
-            else:
-                own = (columns >= block.first) & (columns < block.end)
-                pair.add_agreeing(*(each[own] for each in entries))
-            yield pair
-
-
-def _with_entries_elsewhere(
-    problem: Problem, findings: Findings, failure: Failure, elsewhere: Failure | Incomplete, lacks_entries: bool
-) -> Failure:
-    """The mismatch on the pattern, or a larger one outside of it; the message says "at least" if there may be more.
-
-    elsewhere: what the certificate of the backward found outside of the pattern; lacks_entries: whether the pattern
-    lacks nonzero entries.
-    """
-    comparison = failure.comparison
-    if comparison is None:
-        return failure
-    unexplained = elsewhere.unexplained or 0.0 if isinstance(elsewhere, Incomplete) else 0.0
-    if not lacks_entries and unexplained <= comparison.largest_absolute:
-        return failure
-    findings.pairs = [pair for pair in findings.pairs if not pair.agrees]
-    other = elsewhere.comparison if isinstance(elsewhere, Failure) else None
-    if isinstance(elsewhere, Failure) and other and other.largest_absolute > comparison.largest_absolute:
-        findings.pairs = []
-        return elsewhere
-    output, block = problem.outputs[failure.output or 0], problem.inputs[failure.input or 0]
-    every = output.tensor.numel() * (block.size // block.width)
-    return replace(failure, comparison=replace(comparison, entries=every, exhaustive=False, on_pattern=False))
+            yield compression, PatternVerdict(problem, settings, plan, compression, look)
 
 
 def _screen_excluded(problem: Problem, settings: Settings, compression: Compression, findings: Findings) -> Screening:
@@ -648,15 +245,6 @@ def _note_certified(findings: Findings, count: int, kind: str, screening: Screen
         findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
 
 
-def _largest_change(before: Iterable[Tensor], now: Iterable[Tensor]) -> float:
-    """The largest difference; a value that stays NaN, for example next to where func is not defined, is the same."""
-    changes = []
-    for a, b in zip(before, now, strict=True):
-        same = a.isnan() & b.isnan()
-        changes.append(movement_between(a.masked_fill(same, 0.0), b.masked_fill(same, 0.0)))
-    return max(changes)
-
-
 def _screen(
     problem: Problem, settings: Settings, rows: Tensor | None = None, columns: Tensor | None = None
 ) -> Screening:
@@ -664,22 +252,3 @@ def _screen(
     if screening.raised is not None:
         raise screening.raised
     return screening
-
-
-def _pair(
-    compression: Compression, analytical: Tensor, numerical: Tensor, own: Tolerances, sides: tuple[Block, Part, Block]
-) -> PairComparison:
-    """The comparison of the entries of an output, or a part of it, and an input; sides: output, part and input."""
-    output, part, block = sides
-    within = compression.entries_of(output)
-    pair = PairComparison(output, block, own)
-    rows, columns = compression.rows[within] - output.first, compression.columns[within] - block.first
-    chosen = (columns >= 0) & (columns < block.size)
-    if part != "all":
-        chosen &= rows % 2 == (1 if part == "imaginary" else 0)
-    width = block.width
-    row_elements = rows[chosen][::width] // output.width
-    pair.add_entries(
-        analytical[within][chosen], numerical[within][chosen], row_elements, columns[chosen][::width] // width
-    )
-    return pair
