@@ -47,9 +47,9 @@ from fastgrad.verdict.grad_outputs import (
     check_undefined_tangents,
     check_zero_grad_output,
 )
-from fastgrad.verdict.linearity import nondeterministic, nondeterministic_func
 from fastgrad.verdict.recording import check_new_grad_outputs, check_recorded_gradients
 from fastgrad.verdict.repeated_calls import RepeatedCalls
+from fastgrad.verdict.repeated_rows import nondeterministic, nondeterministic_func
 from fastgrad.verdict.tangents import modified_tangent, nondeterministic_jvp, repeated_tangents_failure
 
 if TYPE_CHECKING:

@@ -34,8 +34,9 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings, PairComparison
 from fastgrad.verdict.confirm import mismatch_failure
 from fastgrad.verdict.grad_outputs import check_zero_grad_output
-from fastgrad.verdict.linearity import (
-    LinearityTest,
+from fastgrad.verdict.linearity import LinearityTest
+from fastgrad.verdict.repeated_calls import RepeatedCalls
+from fastgrad.verdict.repeated_rows import (
     moved_once,
     moving_repeat,
     moving_row,
@@ -43,7 +44,6 @@ from fastgrad.verdict.linearity import (
     nonlinear_repeat,
     rerun,
 )
-from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.tangents import TangentLinearityTest
 
 

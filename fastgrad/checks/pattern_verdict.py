@@ -25,16 +25,10 @@ from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
 from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
 from fastgrad.verdict.confirm import entries_failure, mismatch_failure
-from fastgrad.verdict.linearity import (
-    groups_failure,
-    movement_between,
-    nondeterministic,
-    one_hot_rows,
-    raised_for,
-    separate_failure,
-)
+from fastgrad.verdict.linearity import one_hot_rows, separate_failure
 from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, NumericalCertificate, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
+from fastgrad.verdict.repeated_rows import groups_failure, movement_between, nondeterministic, raised_for
 
 
 class _Entries:

@@ -39,17 +39,9 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, difference_along, entry_in_row, located_failure
-from fastgrad.verdict.linearity import (
-    ALONG_DIRECTION,
-    linearity_failure,
-    nondeterministic,
-    nondeterministic_func,
-    one_hot_rows,
-    raised_for,
-    scaled_failure,
-    separate_failure,
-)
+from fastgrad.verdict.linearity import linearity_failure, one_hot_rows, scaled_failure, separate_failure
 from fastgrad.verdict.locate import locate
+from fastgrad.verdict.repeated_rows import ALONG_DIRECTION, nondeterministic, nondeterministic_func, raised_for
 
 MOST_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6

@@ -20,9 +20,9 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, difference_along, entry_at, located_failure
-from fastgrad.verdict.linearity import ALONG_DIRECTION, nondeterministic_func, nonlinear_sum, raised_for
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.negation import negation_failure
+from fastgrad.verdict.repeated_rows import ALONG_DIRECTION, nondeterministic_func, nonlinear_sum, raised_for
 from fastgrad.verdict.tangents import combined_tangents, repeated_tangents_failure, sums_certificate
 
 SMALLEST_SHARE = 1 / 8

@@ -25,8 +25,8 @@ from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screen
 from fastgrad.problem.first_look import is_moved
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.linearity import ALONG_DIRECTION
 from fastgrad.verdict.repeated_calls import first_moving, repeated_calls_certificate
+from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
 
 SMALLER_STEP = 1 / 8
 """Factor of the step of the second comparison of sums if curvature dominates the noise. Errors by curvature are

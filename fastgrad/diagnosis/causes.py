@@ -6,32 +6,13 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
-
 from fastgrad.core.precision import LOWER
-from fastgrad.diagnosis.locations import place_causes
-from fastgrad.diagnosis.rearrangements import shared_by, structure_causes
+from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_sample, of_sums
 from fastgrad.problem.validation import DISABLED
-from fastgrad.report.evidence import Cause, CauseName, Evidence, Sample
-from fastgrad.report.failure import Comparison, Entry, Failure, modulus
-from fastgrad.report.messages import names_of
+from fastgrad.report.evidence import Cause, CauseName, Evidence
+from fastgrad.report.failure import Entry, Failure, modulus
 from fastgrad.report.report import Report
-from fastgrad.report.settings import Settings, Tolerances
-
-RESIDUAL = 1e-3
-"""A constant factor is named as the cause if it leaves at most this share of the analytical entries unexplained."""
-
-EXACT = 1e-4
-"""Largest relative difference between a factor and the number that explains it (2, -1, or the size of a tensor)."""
-
-NAMED_FACTORS = {
-    math.pi: "pi",
-    1 / math.pi: "1 / pi",
-    math.pi / 180: "pi / 180 (degrees to radians)",
-    180 / math.pi: "180 / pi (radians to degrees)",
-}
-"""Constants that are named if they are missing as a factor, with their inverses."""
+from fastgrad.report.settings import Settings
 
 AS_ROUNDING = 1e-4
 """Differences between runs, relative to the gradient, that the order of additions may explain (1,000 float32 terms)."""
@@ -57,9 +38,9 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
         found += _of_modes(failure, evidence, report.settings)
         found += _of_experiments(failure, evidence)
         if sample is not None and bool(sample.failing.any()):
-            found += _of_sample(sample, report, failure, own)
+            found += of_sample(sample, report, failure, own)
         elif failure.comparison is not None:
-            found += _of_sums(failure.comparison)
+            found += of_sums(failure.comparison)
     best: dict[str, Cause] = {}
     for cause in sorted(found, key=lambda cause: -cause.confidence):
         best.setdefault(cause.name, cause)
@@ -407,255 +388,7 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
 # Sums over the wrong entries, the only evidence if no sample could be taken.
 
 
-def constant_factor(comparison: Comparison) -> tuple[float, float] | None:
-    """(k, residual) if analytical = k * numerical over the mismatched entries, by least squares.
-
-    residual is |analytical - k numerical| / |analytical|; at least two entries are needed.
-    """
-    if comparison.mismatches < 2 or not 0 < comparison.sum_analytical * comparison.sum_numerical < math.inf:
-        return None
-    if abs(comparison.sum_product.imag) > RESIDUAL * abs(comparison.sum_product):
-        return None
-    factor = comparison.sum_product.real / comparison.sum_numerical
-    product = abs(comparison.sum_product)
-    unexplained = 1 - product * product / (comparison.sum_analytical * comparison.sum_numerical)
-    residual = math.sqrt(max(0.0, unexplained))
-    return (factor, residual) if residual <= _most_unexplained(factor) else None
-
-
-def _most_unexplained(factor: complex) -> float:
-    """Largest residual with which a factor is named; for a factor near 1, a tenth of its distance from 1."""
-    return min(RESIDUAL, abs(factor - 1) / 10)
-
-
-def is_zero(comparison: Comparison) -> bool:
-    """Whether every mismatched analytical entry is zero."""
-    return comparison.mismatches > 0 and comparison.sum_analytical == 0 and comparison.sum_numerical > 0
-
-
-def _of_sums(comparison: Comparison) -> Iterator[Cause]:
-    if is_zero(comparison):
-        yield _zero(comparison.mismatches, 0.6, 1)
-    factor = constant_factor(comparison)
-    if factor is not None:
-        yield _factor(*factor, {}, 0.6)
-
-
-def _zero(count: int, confidence: float, order: int) -> Cause:
-    why = "a missing term, or a gradient that backward returns as None"
-    if order > 1:
-        why = (
-            "a missing term, or a value that backward treats as a constant: detach(), .data, no_grad(), or a tensor "
-            "kept on ctx without save_for_backward"
-        )
-    return Cause(
-        "zero gradient",
-        f"the analytical gradient is zero wherever it is wrong: {why}",
-        f"{count} {'entry' if count == 1 else 'entries'}, all zero",
-        confidence,
-    )
-
-
-def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float, selected: int = 0) -> Cause:
-    if abs(k + 1) <= EXACT:
-        return Cause(
-            "sign", "the analytical gradient has the wrong sign", f"residual {residual:.0e}", confidence + 0.01
-        )
-    known = [what for what, size in sizes.items() if size > 2 and abs(k / size - 1) <= EXACT]
-    inverse = [what for what, size in sizes.items() if size > 2 and abs(k * size - 1) <= EXACT]
-    why = f": the factor {1 / k:.4g} is missing"
-    named = [name for value, name in NAMED_FACTORS.items() if abs(k * value - 1) <= EXACT]
-    if named:
-        why += f", perhaps {named[0]}"
-    elif known:
-        why += f", perhaps a mean over {known[0]}"
-    elif inverse:
-        why += f", perhaps a mean instead of a sum over {inverse[0]}"
-    else:
-        counts = [what for what, size in sizes.items() if selected > 1 and abs(k * size / selected - 1) <= EXACT]
-        if counts:
-            why += f", perhaps a mean over {counts[0]} instead of the {selected} elements that func uses"
-    text = f"the analytical gradient is {k:.4g} x the numerical one wherever it is wrong{why}"
-    return Cause("constant factor", text, f"residual {residual:.0e}", confidence)
-
-
 # The entries.
 
 
-def _of_sample(sample: Sample, report: Report, failure: Failure, settings: Tolerances) -> list[Cause]:
-    evidence = report.evidence or Evidence()
-    values = list(_of_values(sample, failure, evidence, report.settings.order))
-    structure = list(structure_causes(sample, settings))
-    found = [*structure, *values]
-    # These also explain the right entries, so no cause from the positions of the wrong ones is needed.
-    replaces_places = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
-    if not any(cause.name in replaces_places for cause in structure):
-        found += place_causes(sample, places_named(report, failure), settings, evidence.places or ())
-    found += _of_precision(sample)
-    return found
-
-
-def places_named(report: Report, failure: Failure) -> tuple[str, str]:
-    """The names of the input and the output in causes from positions."""
-    output, input_ = names_of(report, failure)
-    return input_, "the output" if report.input_names else output
-
-
-def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int) -> Iterator[Cause]:
-    """Causes from the relation of wrong entries to right ones."""
-    a, n = sample.analytical[sample.failing], sample.numerical[sample.failing]
-    finite = a.isfinite() & n.isfinite()
-    a, n = a[finite], n[finite]
-    count = a.numel()
-    if not count or not bool((n != 0).any()):
-        return
-    if bool((a == 0).all()):
-        others = (sample.analytical != 0) & torch.isin(sample.inputs, sample.inputs[sample.failing])
-        if not bool(others.any()) and evidence.vanishes is not False:
-            yield _zero(count, 0.87, order)
-        elif sample.complete:
-            yield _zero(count, 0.5, order)
-        return
-    sizes = _sizes(sample)
-    if a.is_complex():
-        yield from _of_complex(a, n, failure, sizes)
-        return
-    k, residual = _fit(a, n)
-    lone = count == 1 and any(abs(k / value - 1) <= EXACT / 10 for value in (-1.0, 2.0, 0.5, *NAMED_FACTORS))
-    if residual > _most_unexplained(k):
-        places = [torch.unique(elements[sample.failing]).numel() for elements in (sample.inputs, sample.outputs)]
-        if places == [count, count]:
-            yield from _constant_difference(a, n)
-    elif abs(k) > 0 and (count > 1 or lone):
-        yield _factor(k.real, residual, sizes, 0.6 if lone else 0.86, _entries_per_output(sample))
-        shared = shared_by(sample)
-        counts = [size for size in {shared, *sample.output_shape} if size > 1 and shared and shared % size == 0]
-        if any(min(abs(k.real * size - 1), abs(k.real / size - 1)) <= EXACT for size in counts):
-            what = "a mean instead of a sum" if abs(k.real) < 1 else "a sum instead of a mean"
-            yield Cause(
-                "missing reduction",
-                f"each element of the input affects {shared} outputs, and the gradient of the input is {k.real:.4g} "
-                f"x the right one: {what}",
-                f"residual {residual:.0e}",
-                0.88,
-            )
-
-
-def _entries_per_output(sample: Sample) -> int:
-    """Number of input elements on which each output depends; 0 if it varies or entries are missing."""
-    if not sample.complete:
-        return 0
-    counts = torch.unique(sample.outputs[sample.numerical != 0], return_counts=True)[1]
-    return int(counts[0]) if bool((counts == counts[0]).all()) else 0
-
-
-def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
-    """Whether wrong entries, one per input and output, differ from the right ones by the same number."""
-    off = n - a
-    difference = float(off.mean())
-    spread = float((off - difference).abs().max())
-    varying = float(n.max() - n.min()) > RESIDUAL * abs(difference)
-    if a.numel() > 2 and varying and spread <= EXACT * abs(difference):
-        yield Cause(
-            "missing term",
-            f"{difference:.4g} is missing from the gradient wherever it is wrong: backward omits a term "
-            "of func that is linear in the input, for example a residual connection",
-            f"in {a.numel()} entries, to within {spread:.0e}",
-            0.9,
-        )
-
-
-def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -> Iterator[Cause]:
-    if a.numel() == 1:
-        return
-    k, residual = _fit(a, n)
-    conjugate, conjugate_residual = _fit(a, n.conj().resolve_conj())
-    if residual <= _most_unexplained(k):
-        if abs(k.imag) <= RESIDUAL * abs(k):
-            yield _factor(k.real, residual, sizes, 0.86)
-        else:
-            yield Cause(
-                "complex factor",
-                f"the analytical gradient is {_complex_text(k)} x the numerical one wherever it is wrong: the factor "
-                f"{_complex_text(1 / k)} is missing",
-                f"residual {residual:.0e}",
-                0.89,
-            )
-    elif conjugate_residual <= RESIDUAL:
-        c = conjugate if failure.part != "imaginary" else -conjugate
-        plain = abs(c - 1) <= EXACT
-        yield Cause(
-            "missing conjugate" if plain else "complex factor",
-            "the analytical gradient is the complex conjugate of the right one"
-            + (": a conj() is missing" if plain else f", multiplied by {_complex_text(c)}"),
-            f"residual {conjugate_residual:.0e}",
-            0.95 if plain else 0.85,
-        )
-    else:
-        for part, kept in (("real", n.real + 0j), ("imaginary", 1j * n.imag)):
-            scale, part_residual = _fit(a, kept)
-            if part_residual <= RESIDUAL and bool((kept != 0).any()):
-                yield Cause(
-                    "complex factor",
-                    f"the analytical gradient is the {part} part of the right one"
-                    + ("" if abs(scale - 1) <= EXACT else f", times {_complex_text(scale)}"),
-                    f"residual {part_residual:.0e}",
-                    0.9,
-                )
-
-
-def _complex_text(k: complex) -> str:
-    """A complex factor without a part that is only rounding."""
-    if abs(k.imag) <= EXACT * abs(k):
-        return f"{k.real:.4g}"
-    return f"{k.imag:.4g}j" if abs(k.real) <= EXACT * abs(k) else f"{k:.4g}"
-
-
-def _fit(a: Tensor, n: Tensor) -> tuple[complex, float]:
-    """The k that minimizes |a - k n|, and the residual |a - k n| / |a|; (0, infinity) if a or n is zero."""
-    total = float((n.abs() ** 2).sum())
-    size = float(a.abs().square().sum().sqrt())
-    if not total or not size:
-        return 0j, math.inf
-    k = complex((a * n.conj()).sum().item()) / total
-    difference = a - (k if a.is_complex() else k.real) * n
-    return k, float(difference.abs().square().sum().sqrt()) / size
-
-
-def _sizes(sample: Sample) -> dict[str, int]:
-    """Sizes by which a gradient may be off as a factor; keys: descriptions of the sizes."""
-    sizes: dict[str, int] = {}
-    for who, shape in (("input", sample.input_shape), ("output", sample.output_shape)):
-        for dim, size in enumerate(shape):
-            sizes.setdefault(f"the {size} elements along dimension {dim} of the {who}", size)
-        sizes.setdefault(f"the {math.prod(shape)} elements of the {who}", math.prod(shape))
-    return sizes
-
-
 # The precision of the analytical entries.
-
-
-def _of_precision(sample: Sample) -> Iterator[Cause]:
-    """The cause if a lower dtype represents all analytical entries exactly, and their errors are about its rounding."""
-    a, n = sample.analytical, sample.numerical
-    if bool((sample.failing & ((a == 0) | (n == 0))).any()):
-        return  # an entry that is zero does not result from rounding
-    if a.is_complex():
-        a, n = torch.view_as_real(a).reshape(-1), torch.view_as_real(n).reshape(-1)
-    nonzero = (a != 0) & (n != 0) & a.isfinite()
-    a, n = a[nonzero], n[nonzero]
-    if a.numel() < 3 or torch.unique(a).numel() < 3:
-        return
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        short = str(dtype).removeprefix("torch.")
-        off = ((a - n).abs() / n.abs()).max()
-        fits = bool((a.to(dtype).to(a.dtype) == a).all())
-        simple = bool((a.to(torch.float64) * 16 == (a * 16).round()).all())
-        if fits and not simple and float(off) <= 8 * torch.finfo(dtype).eps:
-            yield Cause(
-                "low precision",
-                f"backward computes in {short}: {short} represents all entries of the analytical gradient exactly",
-                f"{a.numel()} entries, relative errors of up to {float(off):.0e}",
-                0.95,
-            )
-            return

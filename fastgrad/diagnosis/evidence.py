@@ -11,11 +11,12 @@ from functools import partial
 
 from fastgrad.core.phases import phase
 from fastgrad.diagnosis.backward_experiments import BackwardExperiments
-from fastgrad.diagnosis.causes import diagnose, places_named
+from fastgrad.diagnosis.causes import diagnose
 from fastgrad.diagnosis.func_experiments import FuncExperiments
 from fastgrad.diagnosis.hypotheses import HYPOTHESIS_CALLS, Hypotheses
 from fastgrad.diagnosis.locations import place_rules
 from fastgrad.diagnosis.samples import Samples
+from fastgrad.diagnosis.value_causes import places_named
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import Cause, Explanation, Sample

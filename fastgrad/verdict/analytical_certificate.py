@@ -26,10 +26,11 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
-from fastgrad.verdict.linearity import LinearityTest, groups_failure, linearity_certificate, movement_between
+from fastgrad.verdict.linearity import LinearityTest, linearity_certificate
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.numerical_certificate import Incomplete, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
+from fastgrad.verdict.repeated_rows import groups_failure, movement_between
 
 MOST_ROWS = 16
 """Largest number of rows to run, one after the other, if the entries do not explain a product of the backward."""

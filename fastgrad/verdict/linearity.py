@@ -8,12 +8,10 @@ grad_outputs. So the first rows are repeated at another scale, and v^T J, summed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func
@@ -22,19 +20,24 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import COTANGENT_STREAM
 from fastgrad.core.tensors import differ, largest
-from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, one_hot_elements
+from fastgrad.engines.blocks import REPEAT_SCALE, JacobianBlock, one_hot_elements
 from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, NON_CONTIGUOUS, GradOutputKind
-from fastgrad.problem.coordinates import Block, block_with
+from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
-from fastgrad.report.failure import Failure, Mode, Part
-from fastgrad.report.settings import Settings, Tolerances
+from fastgrad.report.failure import Failure, Part
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.negation import linear_bound, negation_failure, nonlinear_component
-
-RERUNS = 3
-"""Number of further runs of a VJP that was not exactly as expected. Three runs show gradients that change every third
-time."""
+from fastgrad.verdict.negation import linear_bound, negation_failure
+from fastgrad.verdict.repeated_rows import (
+    RERUNS,
+    by_inputs,
+    movement_between,
+    nondeterministic,
+    nonlinear_sum,
+    raised_for,
+    rows_move,
+)
 
 TERM_ROUNDING, SUM_ROUNDING = 8.0, 2.0
 """Allowed error of a sum of c terms, in units of rounding of the root of the sum of their squares. The first number is
@@ -67,175 +70,10 @@ def linear_backward(kinds: tuple[GradOutputKind, ...], bound: float) -> Certific
     return linearity_certificate("backward is linear in grad_output", kinds, bound)
 
 
-def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
-    """The failure if the repeated rows, for all inputs, differ from run to run by more than nondet_tol."""
-    rows = problem, block.output, block.part, block.first_row, block.repeated.shape[0], settings.nondet_tol
-    if any(_rows_move(*rows) for _ in range(RERUNS)):
-        return Failure.at("nondeterministic", block.output, part=block.part)
-    return None
-
-
-def rerun(problem: Problem, block: JacobianBlock) -> tuple[Tensor, Tensor]:
-    """The repeated rows of a block and their repeated runs, run once more: float64, shape (repeated, n) each."""
-    count = block.repeated.shape[0]
-    rows, repeated, _ = problem.analytical_rows(
-        block.output, block.part == "imaginary", block.first_row, count, problem.inputs, count, REPEAT_SCALE
-    )
-    return rows, repeated
-
-
-def moved_once(block: JacobianBlock, again: tuple[Tensor, Tensor], settings: Settings) -> Failure | None:
-    """The failure if rows of a block differ from those of `rerun` by more than nondet_tol, even if only once."""
-    start = block.input.first + block.first_column
-    known = block.analytical[: block.repeated.shape[0]], block.repeated
-    for before, after in zip(known, again, strict=True):
-        within = after[:, start : start + before.shape[1]]
-        if differ(before, within, settings.nondet_tol, block.input.is_complex):
-            return Failure.at("nondeterministic", block.output, part=block.part)
-    return None
-
-
-def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None:
-    """The failure if repeated rows, which are the same in each run, are not the right multiple of the first rows."""
-    count = block.repeated.shape[0]
-    width = block.input.width
-    analytical, own = block.analytical[:count], settings.of(block.input.index)
-    fields = ops.compare(block.repeated, analytical, own.atol, own.rtol, width == 2, False).tolist()
-    if not fields[0]:
-        return None
-    row, entry = int(fields[2]), int(fields[3])
-    element = block.output.element_index(block.first_row + row)
-    detail = (
-        f"a grad_output of 1 at element {list(element)} of output {block.output.index} gives the gradient "
-        f"{analytical[row, entry * width].item():.6g} of input {block.input.index} at "
-        f"{list(block.input.element_index(block.first_column // width + entry))}, a grad_output of {REPEAT_SCALE:g} "
-        f"gives {REPEAT_SCALE * block.repeated[row, entry * width].item():.6g}"
-    )
-    return Failure.at("nonlinear", block.output, block.input, part=block.part, detail=detail)
-
-
-def groups_failure(
-    problem: Problem, settings: Settings, output: Block, groups: Sequence[NDArray[np.int64]]
-) -> Failure | None:
-    """The failure after a second run of some row groups gave other gradients: nondeterministic or nonlinear.
-
-    groups: coordinates of the output, counted from its first coordinate.
-    """
-    cotangents = torch.zeros(len(groups), problem.m, dtype=torch.float64, device=problem.device)
-    for cotangent, group in zip(cotangents, groups, strict=True):
-        cotangent[torch.from_numpy(group).to(problem.device) + output.first] = 1.0
-    part: Part = "imaginary" if output.is_complex else "all"
-    gradients = problem.vjp(cotangents, only=output)
-    again = (problem.vjp(cotangents, only=output) for _ in range(RERUNS))
-    if any(differ(gradients, gradient, settings.nondet_tol, False) for gradient in again):
-        return Failure.at("nondeterministic", output, part=part)
-    repeats: list[tuple[slice, Sequence[Layout], str]] = [(slice(None), (), "")]
-    expands = len(problem.outputs) == 1 and not output.is_complex
-    whole = next((k for k, group in enumerate(groups) if expands and group.size == output.size), None)
-    if whole is not None:
-        repeats.append((slice(whole, whole + 1), [Layout.EXPANDED], " and expanded with stride 0"))
-    for rows, layouts, kind in repeats:
-        products = problem.vjp(cotangents[rows] * REPEAT_SCALE, layouts, only=output) / REPEAT_SCALE
-        if any(
-            ops.compare(left, right, own.atol, own.rtol, False, False)[0].item()
-            for own, left, right in by_inputs(problem.inputs, settings, products, gradients[rows])
-        ):
-            detail = (
-                f"a grad_output that is 1 at some elements of output {output.index}, and one {REPEAT_SCALE:g} times as "
-                f"large{kind}, give gradients that are not multiples of each other"
-            )
-            return Failure.at("nonlinear", output, part=part, detail=detail)
-    return None
-
-
-def nondeterministic(output: Block) -> Failure:
-    """The failure that two runs of a VJP of an output differ."""
-    return Failure.at("nondeterministic", output)
-
-
-def raised_for(vector: str, error: Exception, mode: Mode = "reverse") -> Failure:
-    """The failure of a VJP, or a JVP in forward mode, that raises for some vector, but not for all."""
-    return Failure("nonlinear", mode=mode, detail=f"it raised {type(error).__name__} for {vector}", cause=error)
-
-
-def nonlinear_sum(
-    mode: Mode, block: Block, at: int, when: str, addends: str, own: float, total: float, allowed: float | None = None
-) -> Failure:
-    """As `nonlinear_component`, for a component that is not the sum of other gradients or tangents."""
-    own, total = own + 0.0, total + 0.0  # -0 is written as 0
-    but = f"{addends} add up to {total:.6g}"
-    but += "" if allowed is None else f" (allowed difference {allowed:.2g})"
-    return nonlinear_component(mode, block, at, when, own, but)
-
-
-ALONG_DIRECTION = "along a random direction"
-"""Where differences showed that func gave other values, for `nondeterministic_func`."""
-
-
-def nondeterministic_func(output: Block, where: str) -> Failure:
-    """The failure that func returned two results for the same inputs, in calls whose results were not compared."""
-    detail = f"evaluated again {where}, it gives other values"
-    return Failure.at("nondeterministic func", output, detail=detail)
-
-
-def by_inputs(
-    inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor
-) -> Iterator[tuple[Tolerances, Tensor, Tensor]]:
-    """Two sets of gradients, shape (count, n), for each input."""
-    for block in inputs:
-        within = 1, block.first, block.size
-        yield settings.of(block.index), left.narrow(*within), right.narrow(*within)
-
-
-def gradients_agree(inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor, of_rows: bool) -> bool:
-    """Whether VJPs on two graphs, shape (count, n), agree within the tolerances of entries and nondet_tol.
-
-    They need not be equal, because func may have rounded its values differently for the second graph. of_rows: whether
-    the VJPs are rows of the Jacobian; rtol does not apply to sums of rows.
-    """
-    return all(
-        bool(torch.isclose(a, b, own.rtol if of_rows else 0.0, own.atol + settings.nondet_tol, equal_nan=True).all())
-        for own, a, b in by_inputs(inputs, settings, left, right)
-    )
-
-
-def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Failure | None:
-    """Runs twice each row that was not yet repeated; the failure if two runs differ by more than nondet_tol."""
-    for output in problem.outputs:
-        parts: tuple[Part, ...] = ("imaginary", "real") if output.is_complex else ("all",)
-        elements = output.tensor.numel()
-        for part in parts:
-            for first in range(REPEATED_ROWS, elements, rows_per_block):
-                count = min(rows_per_block, elements - first)
-                if _rows_move(problem, output, part, first, count, settings.nondet_tol):
-                    return Failure.at("nondeterministic", output, part=part)
-    return None
-
-
-def _rows_move(problem: Problem, output: Block, part: Part, first: int, count: int, nondet_tol: float) -> bool:
-    """Whether two runs with the same one-hot cotangents differ by more than nondet_tol, as in torch's checker."""
-    rows, again, match = problem.analytical_rows(
-        output, part == "imaginary", first, count, problem.inputs, repeated=count
-    )
-    if match.repeats:
-        return False
-    return any(
-        differ(rows[:, block.slice], again[:, block.slice], nondet_tol, block.is_complex) for block in problem.inputs
-    )
-
-
 def _term_sizes(squares: Tensor, sums: Tensor) -> Tensor:
     """Scale of rounding: the root of a sum of squares of terms or, if these overflow, the size of the sum."""
     sizes = squares.sqrt()
     return sizes if math.isfinite(largest(sizes)) else torch.where(sizes.isinf(), sums.abs(), sizes)
-
-
-def movement_between(again: Tensor, gradient: Tensor) -> float:
-    """The largest difference between two runs; infinite if they differ and one of them contains a NaN."""
-    if torch.equal(again, gradient):
-        return 0.0
-    difference = largest(again - gradient)
-    return math.inf if math.isnan(difference) else difference
 
 
 def disagreement(
@@ -512,10 +350,10 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
                 return failure("dtype"), found
             if not match.sizes:
                 return failure("size"), found
-            if not match.repeats and _rows_move(problem, output, part, element, 1, settings.nondet_tol):
+            if not match.repeats and rows_move(problem, output, part, element, 1, settings.nondet_tol):
                 return failure("nondeterministic"), found
             pairs = by_inputs(problem.inputs, settings, rows, again)
-            moves = not match.repeats and settings.nondet_tol and _rows_move(problem, output, part, element, 1, 0.0)
+            moves = not match.repeats and settings.nondet_tol and rows_move(problem, output, part, element, 1, 0.0)
             room = settings.nondet_tol if moves else 0.0
             if not match.repeats and any(differ(left, right, own.atol + room, False) for own, left, right in pairs):
                 detail = (

@@ -28,7 +28,7 @@ from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.confirm import Found, entries_failure, entry_at, entry_in_row, located_failure
-from fastgrad.verdict.linearity import ALONG_DIRECTION
+from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
 
 MOST_SUSPECTS = 8
 """Largest number of rows, and of columns, that are examined after a failed certificate."""

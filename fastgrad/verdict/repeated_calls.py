@@ -22,14 +22,9 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.linearity import (
-    by_inputs,
-    gradients_agree,
-    linearity_cotangents,
-    nondeterministic,
-    nondeterministic_func,
-)
+from fastgrad.verdict.linearity import linearity_cotangents
 from fastgrad.verdict.negation import nonlinear_component
+from fastgrad.verdict.repeated_rows import by_inputs, gradients_agree, nondeterministic, nondeterministic_func
 
 FIRST_PRODUCT, LAST_PRODUCT = NON_CONTIGUOUS, SPARSE
 """Kinds of the cotangents that are run before and after the rows: one for a product of all rows, one for a product of

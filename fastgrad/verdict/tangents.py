@@ -19,8 +19,9 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.linearity import disagreement, nonlinear_sum, raised_for
+from fastgrad.verdict.linearity import disagreement
 from fastgrad.verdict.negation import linear_bound, negation_failure
+from fastgrad.verdict.repeated_rows import nonlinear_sum, raised_for
 
 
 def nondeterministic_jvp(output: Block, detail: str) -> Failure:

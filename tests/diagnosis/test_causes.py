@@ -15,7 +15,8 @@ import fastgrad
 from fastgrad.checks.order import check
 from fastgrad.core.native import IS_NATIVE
 from fastgrad.diagnosis import experiments
-from fastgrad.diagnosis.causes import constant_factor, diagnose, is_zero
+from fastgrad.diagnosis.causes import diagnose
+from fastgrad.diagnosis.value_causes import constant_factor, is_zero
 from fastgrad.report.data import Plan
 from fastgrad.report.evidence import CauseName, Evidence, Explanation, Sample
 from fastgrad.report.failure import Comparison, Difference, Entry, Failure
