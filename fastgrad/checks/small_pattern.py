@@ -6,6 +6,7 @@ by the differences and VJPs of `small_sums`. Whatever these do not explain is le
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -78,11 +79,11 @@ class _Shapes:
 def guessed_pattern(check: SmallCheck, settings: Settings) -> SmallPattern | None:
     """A pattern that agrees with one more evaluation, if comparing its entries costs less than comparing all."""
     problem = check.problem
-    if settings.engine != "auto" or settings.check_forward_ad or problem.is_custom or not problem.m:
+    if not small_pattern_pays(problem, 1, 1) or problem.is_custom or not problem.m:
         return None
-    if problem.tensor_device.type != "cpu" or problem.n + problem.m > MOST_AT_ONCE:
+    if settings.engine != "auto" or settings.check_forward_ad or problem.tensor_device.type != "cpu":
         return None
-    if not small_pattern_pays(problem, 1, 1) or any(width > 1 for _, _, width in (*problem.inputs, *problem.outputs)):
+    if problem.n + problem.m > MOST_AT_ONCE or any(width > 1 for _, _, width in (*problem.inputs, *problem.outputs)):
         return None
     reacted: Mask | None = None
     for pattern in _guesses(check):
@@ -218,10 +219,11 @@ def _in_groups(shapes: _Shapes, pattern: Pattern) -> SmallPattern:
 def _reacting_outputs(check: SmallCheck, settings: Settings) -> Mask | None:
     """The outputs that change if a random half of the inputs moves; None if func accepts only single steps."""
     displacement, base = _halved(check.problem.n, settings.seed) * settings.eps, check.problem.base()
+    start = time.perf_counter()
     values = _values_at(check, displacement)
     if values is None:
         return None
-    check.look = KnownLook(displacement, base, values)
+    check.look = KnownLook(displacement, base, values, time.perf_counter() - start)
     return (values.view(torch.int64) != base.view(torch.int64)).numpy()
 
 

@@ -123,7 +123,10 @@ def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
 
 def small_pattern_pays(problem: SmallProblem, column_groups: int, rows: int) -> bool:
     """Whether a small check of a pattern with so many column groups and rows costs less than the dense engine."""
-    seconds, costs = usual_seconds(problem, problem.undisturbed_seconds), cost_model.COSTS
+    costs = cost_model.COSTS
+    if 2 * problem.n + problem.m <= costs.small_pattern_calls:
+        return False
+    seconds = usual_seconds(problem, problem.undisturbed_seconds)
     calls = costs.small_pattern_calls + 2 * column_groups + costs.vjp_evaluations * rows
     return dense_seconds(problem, seconds) > costs.small_pattern_seconds + calls * seconds
 

@@ -69,11 +69,15 @@ class FirstLook:
 
 @dataclass(frozen=True, slots=True)
 class KnownLook:
-    """A displacement of a random half of the inputs, shape (n,), and the outputs at x and there, shape (m,)."""
+    """A displacement of a random half of the inputs, shape (n,), and the outputs at x and there, shape (m,).
+
+    seconds: of the evaluation there.
+    """
 
     displacement: Tensor
     base: Tensor
     values: Tensor
+    seconds: float
 
 
 def first_look(problem: Problem, settings: Settings, known: KnownLook | None = None) -> FirstLook:
@@ -108,7 +112,7 @@ def first_look(problem: Problem, settings: Settings, known: KnownLook | None = N
         evaluate(again, record)
         return not is_moved(problem, settings, again, values)
 
-    seconds = problem.undisturbed_seconds if known is not None else unless_refused(partial(evaluate, next_to_x, True))
+    seconds = known.seconds if known is not None else unless_refused(partial(evaluate, next_to_x, True))
     if seconds is None:  # func accepts only single steps
         return look(True, None, problem.seconds)
     reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
