@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastgrad.checks.order import check
+from fastgrad.core.native import IS_NATIVE
 from fastgrad.engines import dense
 from fastgrad.engines.plan import make_plan
 from fastgrad.problem.problem import Problem
@@ -44,7 +45,8 @@ def test_cost(func: object, inputs: tuple[torch.Tensor, ...], evaluations: int, 
     report = check(func, inputs, Settings(engine="dense"))  # type: ignore[arg-type]
     assert report.passed
     assert report.evaluations <= evaluations
-    assert report.vjps <= vjps
+    # Without small checks, as in plain Python, one more VJP runs on the first graph.
+    assert report.vjps <= vjps + (not IS_NATIVE)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 5, 100])
