@@ -57,12 +57,14 @@ def numerical_columns(check: SmallCheck, settings: Settings) -> Tensor | None:
     return found
 
 
-def sums_agree(check: SmallCheck, settings: Settings) -> bool:
+def sums_agree(check: SmallCheck, settings: Settings, weighted: bool = True) -> bool:
     """Compares sums of entries along random directions; returns whether nothing is left to judge.
 
     A few VJPs run on the graph of the first evaluation, those of a custom backward before and after the differences.
     Then all VJPs run on a new graph, which is recorded after the differences. Outputs whose differences are noisy have
     smaller weights, as far as their tolerances allow.
+
+    weighted: whether sums with weights count.
     """
     problem, count = check.problem, sketch_size(settings.confidence)
     plain = _plain(check, settings)
@@ -72,6 +74,10 @@ def sums_agree(check: SmallCheck, settings: Settings) -> bool:
         return False
     done: tuple[ScreeningGradOutputs, Tensor] | None = None
     for differences, weight, bound in differences_by_step(check, settings):
+        if weight.numel() and not weighted:
+            if _noise_of(differences, SMALLER_STEP**2) > settings.atol / NOISE_SHARE:
+                break
+            continue
         if early is not None and done is None:
             again = check.noted(partial(_run_after_differences, check, settings, plain, early))
             if again is None or check.moved:
@@ -252,6 +258,11 @@ def _differences(
         check.changed = found
         return None
     return found
+
+
+def _noise_of(differences: Derivatives, share: float) -> float:
+    """The share of the 2-norm of noise that counts."""
+    return share * (differences.sizes[0] if differences.sizes else math.inf)
 
 
 def _weight(

@@ -30,7 +30,8 @@ class CostModel:
         The same for a small check of plain functions. The calls that the dense engine makes in addition to rows and
         columns are subtracted: a small sketch makes about 7 evaluations and 9 VJPs, the dense engine 2 and 6.
     small_pattern_seconds, small_pattern_calls
-        The same for the entries of a pattern in a small check, without its groups.
+        The same for the entries of a pattern in a small check, without its groups. The seconds are twice those of such
+        a check, because some guesses are refuted.
     guess_seconds
         Seconds for guessing a pattern and computing with it, without the calls, plus a margin.
     align_seconds
@@ -75,7 +76,7 @@ class CostModel:
     sketch_calls: int = 24
     small_sketch_seconds: float = 0.05e-3
     small_sketch_calls: int = 9
-    small_pattern_seconds: float = 0.3e-3
+    small_pattern_seconds: float = 0.6e-3
     small_pattern_calls: int = 14
     guess_seconds: float = 1.5e-3
     align_seconds: float = 4.5e-3
