@@ -219,11 +219,11 @@ std::vector<double> largest_residuals(
     const at::Tensor& cotangents, const at::Tensor& derivatives, const at::Tensor& gradients,
     const at::Tensor& directions);
 
-// Sums of the entries of a sparse Jacobian with weights: a row of sums (float64, shape (rows, sums)) must equal the sums
-// of entry times weight, with entry e multiplied by the weight number sources[e] and added to the sum number targets[e].
-// weights: shape (rows, weights); entries: shape (entries,). A difference is explained if it is at most `allowed` plus
-// `rounding` times the sum of the magnitudes. Returns the largest explained size; nothing if a difference is larger, or
-// not a number. All are contiguous on the CPU.
+// Sums of the entries of a sparse Jacobian with weights: a row of sums (float64, shape (rows, sums)) must equal the
+// sums of entry times weight, with entry e multiplied by the weight number sources[e] and added to the sum number
+// targets[e]. weights: shape (rows, weights); entries: shape (entries,). A difference is explained if it is at most
+// `allowed` plus `rounding` times the sum of the magnitudes. Returns the largest explained size; nothing if a
+// difference is larger, or not a number. All are contiguous on the CPU.
 std::optional<double> explained_sums(
     const at::Tensor& entries, const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& weights,
     const at::Tensor& sums, double allowed, double rounding);

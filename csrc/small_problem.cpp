@@ -293,7 +293,8 @@ std::variant<at::Tensor, Changed> SmallProblem::difference_entries(
 
 std::variant<at::Tensor, Changed> SmallProblem::values_at(const at::Tensor& displacement) const {
   const at::Tensor values = empty_on_device({m_});
-  if (auto changed = evaluator_->values_along(on_device(displacement), {1.0}, {values}, specs_, /*record_graph=*/true)) {
+  if (auto changed =
+          evaluator_->values_along(on_device(displacement), {1.0}, {values}, specs_, /*record_graph=*/true)) {
     return *std::move(changed);
   }
   return on_cpu(values);
