@@ -18,8 +18,8 @@ from torch import Tensor
 from fastgrad.checks.small_result import SmallCheck, SmallPattern
 from fastgrad.checks.small_sums import (
     add_products,
-    changing_steps_repeat,
     rounding_of_differences,
+    steps_repeat,
     sums_agree,
 )
 from fastgrad.core.errors import unless_refused
@@ -153,13 +153,13 @@ def entries_agree(check: SmallCheck, settings: Settings, pattern: SmallPattern) 
 def _repeat_what_differs(
     check: SmallCheck, settings: Settings, pattern: SmallPattern, numerical: Tensor | None
 ) -> None:
-    """Notes if differences that decided nothing are not the same when they are repeated.
+    """Notes if differences that decided nothing, or were compared with nothing, are not the same if they are repeated.
 
     numerical: numerical entries, shape (entries,), if they differ from the analytical ones.
     """
     if not check.is_consistent:
         return
-    if check.steps and not changing_steps_repeat(check, settings, last_agrees=False):
+    if not steps_repeat(check, settings, check.steps):
         return
     if numerical is not None:
         again = _numerical_entries(check, settings, pattern)

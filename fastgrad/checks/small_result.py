@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Derivatives, SmallProblem
+from fastgrad.engines import cost_model
 from fastgrad.engines.compressed import Compression
-from fastgrad.engines.cost_model import COSTS
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import KnownLook
 from fastgrad.report.data import Pair, Plan
@@ -56,7 +56,7 @@ class SmallPattern:
         """The plan of a check of its entries."""
         groups = self.compression.column_groups.count, self.row_group_count
         pattern = self.compression.pattern
-        memory = pattern.nnz * COSTS.entry_bytes
+        memory = pattern.nnz * cost_model.COSTS.entry_bytes
         return Plan(
             "compressed", 0, 0, True, pattern.origin, column_groups=groups[0], row_groups=groups[1], memory=memory
         )

@@ -128,7 +128,7 @@ def _plain(check: SmallCheck, settings: Settings) -> ScreeningGradOutputs:
 def open_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
     """After all entries agreed: whether the calls of undecided sums give the same results if they are repeated."""
     assert check.left_open is not None
-    if not _steps_repeat(check, settings, check.steps):
+    if not steps_repeat(check, settings, check.steps):
         return False
     plain = _plain(check, settings)
     repeated = check.noted(partial(_early_vjps, check, plain))
@@ -153,10 +153,10 @@ def changing_steps_repeat(check: SmallCheck, settings: Settings, last_agrees: bo
             rounding_of_differences(check.problem, settings.eps * step),
         )
     ]
-    return _steps_repeat(check, settings, changing if last_agrees or not changing else [*changing, last])
+    return steps_repeat(check, settings, changing if last_agrees or not changing else [*changing, last])
 
 
-def _steps_repeat(check: SmallCheck, settings: Settings, steps: Sequence[tuple[float, float, Derivatives]]) -> bool:
+def steps_repeat(check: SmallCheck, settings: Settings, steps: Sequence[tuple[float, float, Derivatives]]) -> bool:
     """Whether the differences of some steps are the same if they are repeated; notes if they are not."""
     for step, budget, before in steps:
         again = _differences(check, settings, step, budget)

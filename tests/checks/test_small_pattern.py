@@ -185,3 +185,25 @@ def test_memory_limit() -> None:
     assert report.passed
     assert report.plan is not None
     assert report.plan.engine == "dense"
+
+
+@pytest.mark.parametrize("wrong", range(2, 25))
+def test_a_value_that_is_compared_with_nothing_counts(wrong: int) -> None:
+    """One noisy output ends the attempt after its first differences, before they are compared."""
+    calls = 0
+    offset = torch.zeros(60, dtype=torch.float64)
+    offset[0] = 1e6
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        y = x.sin() * (1 + offset) + offset
+        return y + _at_end(1e-2) if calls == wrong else y
+
+    assert not fastgrad.gradcheck(func, (leaf(60),), raise_exception=False) or calls < wrong
+
+
+def _at_end(value: float) -> Tensor:
+    one = torch.zeros(60, dtype=torch.float64)
+    one[-1] = value
+    return one
