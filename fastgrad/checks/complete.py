@@ -30,7 +30,7 @@ from fastgrad.engines.plan import (
     tries_structure,
     with_less_memory,
 )
-from fastgrad.problem.first_look import first_look
+from fastgrad.problem.first_look import base_moved, first_look
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.validation import disabled_gradients
@@ -233,8 +233,9 @@ def _first_failure(
         failure = _forward_failure(problem, settings, findings)
     if failure is None and findings.moved:
         failure = nondeterministic(problem.outputs[0])
-    if failure is None and findings.irreproducible:
-        failure = nondeterministic_func(problem.outputs[0], findings.irreproducible[0])
+    irreproducible = findings.irreproducible or (["at the inputs"] if base_moved(problem, settings) else [])
+    if failure is None and irreproducible:
+        failure = nondeterministic_func(problem.outputs[0], irreproducible[0])
     if failure is None and findings.early is not None:
         raise findings.early  # backward raised early, but did not raise again when the checks ran in order
     return plan, failure

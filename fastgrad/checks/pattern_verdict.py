@@ -223,8 +223,7 @@ class PatternVerdict(_Entries):
                 return incomplete([], refuted=True)
             return raised_for("a constant grad_output, or for a larger one", error)
         self._of_backward = self._certificate_of(values, self._calls)
-        if problem.is_custom:
-            self._values_of_groups = values.clone()
+        self._values_of_groups = values.clone()
         repeat: Failure | None = None
         for output, repeated, match in matches:
             part: Part = "imaginary" if output.is_complex else "all"
@@ -248,22 +247,25 @@ class PatternVerdict(_Entries):
         return self._judged(repeat)
 
     def moved(self) -> Failure | None:
-        """The failure if row groups of a rejected pattern give other values when they run again.
+        """The failure if row groups of a rejected pattern give other values when they run again, also on a new graph.
 
-        A group that is wrong only once makes a right pattern look wrong. The next pattern has other groups, which may
-        not show the error.
+        A group that is wrong only once makes a right pattern look wrong, and so does a graph that func recorded wrongly
+        once. The next pattern has other groups and a new graph, which may not show the error.
         """
+        on_same_graph = self._problem.is_custom and self._groups_move()
+        self._problem.forget_graph()
+        return nondeterministic(self._problem.outputs[0]) if on_same_graph or self._groups_move() else None
+
+    def _groups_move(self) -> bool:
         before = self._values_of_groups
         if before is None:
-            return None
+            return False
         again, _ = compressed.analytical_entries(self._problem, self._compression, repeat=False)
         # Values may differ by rtol of the largest one. Values that are not finite must be the same again.
         own = self._settings.loosest()
         allowed = own.atol + self._settings.nondet_tol * self._problem.m
         allowed += own.rtol * largest(before.nan_to_num(0.0, 0.0, 0.0))
-        if bool(torch.isclose(again, before, rtol=0.0, atol=allowed, equal_nan=True).all()):
-            return None
-        return nondeterministic(self._problem.outputs[0])
+        return not bool(torch.isclose(again, before, rtol=0.0, atol=allowed, equal_nan=True).all())
 
     def _judged(self, repeat: Failure | None) -> Failure | Incomplete | None:
         """The comparison of all entries, then a failure of repeated groups, then the certificates."""

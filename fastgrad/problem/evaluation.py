@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import process_time
@@ -16,7 +17,7 @@ from fastgrad.core.memory import OUT_OF_MEMORY, raises_memory_error
 from fastgrad.core.phases import clock, phase, undisturbed
 from fastgrad.core.precision import relative_step, spacing
 from fastgrad.core.progress import Progress
-from fastgrad.core.tensors import PIECE
+from fastgrad.core.tensors import PIECE, largest
 from fastgrad.problem.arguments import as_tuple, check_callable
 from fastgrad.problem.coordinates import Block, block_with, blocks_of, memory_of
 from fastgrad.problem.validation import changed_message, check_outputs, differentiable_inputs, is_differentiable
@@ -110,6 +111,7 @@ class Evaluation:
         self._first: _Recorded | None = None  # kept: later calls may write into what it saved
         self._first_number = 1
         self._base: Tensor | None = None
+        self.base_change = 0.0
         self._coordinates: Tensor | None = None
         self._input_tensors = [block.tensor for block in self.inputs]
         self._traced = traced
@@ -234,17 +236,35 @@ class Evaluation:
                         f"Expected `func` to return the same differentiable outputs on every call, but result "
                         f"{block.position} no longer requires grad."
                     )
+            self._compare_with_base(self._recorded.outputs)
         return self._recorded
+
+    def _compare_with_base(self, outputs: tuple[Tensor, ...]) -> None:
+        """Measures the largest difference of the outputs of a new graph from `base`.
+
+        Views of inputs that func changes, and outputs for stand-ins of inputs, may differ.
+        """
+        if self._base is None or self.mutates_inputs or self.nowhere() is not None:
+            return
+        again = self._flat(output.detach() for output in outputs)
+        if not torch.equal(again, self._base):
+            change = (again - self._base).abs_()
+            change[(again == self._base) | (again.isnan() & self._base.isnan())] = 0.0
+            self.base_change = max(self.base_change, largest(change.nan_to_num_(math.inf)))
 
     @raises_memory_error
     def _recorded_outputs(self) -> tuple[Tensor, ...]:
         return self._selected(self._evaluator.evaluate(True))
 
+    def forget_graph(self) -> None:
+        """The next graph is that of a new evaluation."""
+        self._recorded = None
+
     def graph_of_its_own(self) -> tuple[Tensor, ...]:
         """The outputs of a separate evaluation at x with its own graph, on the current stream."""
-        self._recorded = None
+        self.forget_graph()
         graph = self.graph()
-        self._recorded = None
+        self.forget_graph()
         return graph
 
     def displacement(self, direction: Tensor, eps: float) -> Tensor:

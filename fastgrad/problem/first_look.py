@@ -132,8 +132,17 @@ def first_look(problem: Problem, settings: Settings, known: KnownLook | None = N
 
 def is_moved(problem: Problem | SmallProblem, settings: Settings, again: Tensor, values: Tensor) -> bool:
     """Whether repeated outputs, shape (m,), differ by more than rounding and more than a difference tolerates."""
-    allowed = max(ROUNDING * problem.unit_roundoff * largest(values), settings.eps * settings.atol)
-    return differ(again[None], values[None], allowed, False)
+    return differ(again[None], values[None], _allowed_change(problem, settings, values), False)
+
+
+def base_moved(problem: Problem, settings: Settings) -> bool:
+    """Whether a later graph had other outputs at x than `problem.base`."""
+    return problem.base_change > 0 and problem.base_change > _allowed_change(problem, settings, problem.base())
+
+
+def _allowed_change(problem: Problem | SmallProblem, settings: Settings, values: Tensor) -> float:
+    """The difference of repeated outputs, shape (m,), that rounding explains or a difference tolerates."""
+    return max(ROUNDING * problem.unit_roundoff * largest(values), settings.eps * settings.atol)
 
 
 def usual_seconds(problem: Problem | SmallProblem, measured: float) -> float:

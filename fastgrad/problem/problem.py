@@ -48,6 +48,8 @@ class Problem(Differences, ReverseMode, ForwardMode):
         The different pairs of step and weight of the inputs.
     mixes_inputs
         Whether there is more than one such pair.
+    base_change
+        The largest difference so far between outputs at x: of `base`, and of a later graph.
     unspecified
         The largest entry so far that `vjp` computed at an element that a sparse input does not specify.
     evaluations, vjps, jvps

@@ -84,9 +84,31 @@ def test_each_further_step_of_a_certificate_counts(factor: float) -> None:
 
     verdict, usual, _ = outcome(steep, 200, 0, {})
     assert (verdict, usual > 200) == ("passed", True)
-    for wrong in range(2, usual + 1, 3):
+    for wrong in [*range(1, 30), *range(30, usual + 1, 3)]:
         verdict, made, _ = outcome(steep, 200, wrong, {}, factor)
         assert verdict == "failed" or made == usual, wrong
+
+
+@pytest.mark.parametrize("n", [200, 3000])
+def test_one_graph_with_other_gradients(n: int) -> None:
+    """The values are the same in all calls, but one graph gives doubled gradients."""
+
+    def made_by(wrong: int) -> tuple[str, int]:
+        calls = 0
+
+        def func(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            y = torch.polygamma(1, x + 0.02)
+            return y * 2 - y.detach() if calls == wrong else y
+
+        return fastgrad.check(func, leaf(n)).verdict, calls
+
+    verdict, usual = made_by(0)
+    assert verdict == "passed"
+    for wrong in range(1, min(usual, 40) + 1):
+        found = made_by(wrong)
+        assert found[0] == "failed" or found[1] == usual, wrong
 
 
 @pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"fast_mode": True, "engine": "sketch"}])
