@@ -142,6 +142,7 @@ def _take_small_check(small: SmallCheck, problem: Problem, settings: Settings) -
     if small.changed is not None:
         problem.raise_changed(*small.changed, settings.eps)
     problem.vjps, problem.jvps = small.vjps, small.jvps
+    problem.irreproducible += small.irreproducible
     small.certificates = []
     if small.look is not None:
         problem.take_base(small.look.base)
@@ -233,9 +234,10 @@ def _first_failure(
         failure = _forward_failure(problem, settings, findings)
     if failure is None and findings.moved:
         failure = nondeterministic(problem.outputs[0])
-    irreproducible = findings.irreproducible or (["at the inputs"] if base_moved(problem, settings) else [])
-    if failure is None and irreproducible:
-        failure = nondeterministic_func(problem.outputs[0], irreproducible[0])
+    if failure is None and base_moved(problem, settings):
+        problem.irreproducible.append("at the inputs")
+    if failure is None and problem.irreproducible:
+        failure = nondeterministic_func(problem.outputs[0], problem.irreproducible[0])
     if failure is None and findings.early is not None:
         raise findings.early  # backward raised early, but did not raise again when the checks ran in order
     return plan, failure
@@ -302,9 +304,6 @@ def _all_entries(
     try:
         known = findings.look if isinstance(findings, SmallCheck) else None
         look = first_look(problem, settings, known) if looks_first(problem, settings) else None
-        if look is not None:
-            look.irreproducible.extend(findings.irreproducible)
-            findings.irreproducible = look.irreproducible  # shared: the look extends it
         if look is not None and calls is not None and tries_structure(problem, settings, look):
             from fastgrad.checks.compressed import check_by_structure  # imported here to keep `import fastgrad` fast
 

@@ -119,14 +119,17 @@ def _attempt(
         by_columns, found = verdict.by_columns()
     if not by_columns:
         if takes_long(cost_model.COSTS.vjp_evaluations * row_groups, look) and candidates.exclude_columns():
+            verdict.repeat_suspects()
             return "pattern"
         if not pays_to_compress(problem, settings, column_groups, row_groups):
+            verdict.repeat_suspects()
             return "dense engine"
         found = verdict.by_rows()
     if found is None and compression.leaves_out:
         screening = _screen_excluded(problem, settings, compression, verdict.findings)
         if screening.undecided is not None:
             candidates.exclude_nothing()
+            verdict.repeat_suspects()
             return "pattern"
         found = screening.failure
     plan = verdict.plan if by_columns else replace(verdict.plan, row_groups=row_groups)

@@ -88,11 +88,11 @@ def dense_check(
             if calls is not None:
                 take_calls(problem, findings.backward, calls)
     failure = judge(problem, plan, settings, findings, calls)
-    if failure is not None or suspected is None or look is None:
+    if failure is not None or suspected is None:
         return plan, failure
     # Batches or replays are to blame only if they are wrong again.
     if _passes(partial(judge, problem, suspected, settings, Findings(), calls)):
-        look.irreproducible.append("in batches or replays")
+        problem.irreproducible.append("in batches or replays")
     return plan, None
 
 

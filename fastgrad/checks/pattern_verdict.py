@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func, unless_refused
 from fastgrad.core.native import ops
-from fastgrad.core.tensors import checksum, differ, largest
+from fastgrad.core.tensors import checksum, differ, largest, largest_change
 from fastgrad.engines import compressed, executor
 from fastgrad.engines.blocks import row_parts
 from fastgrad.engines.compressed import Compression
@@ -28,7 +28,7 @@ from fastgrad.verdict.confirm import entries_failure, mismatch_failure
 from fastgrad.verdict.linearity import one_hot_rows, separate_failure
 from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, NumericalCertificate, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
-from fastgrad.verdict.repeated_rows import groups_failure, movement_between, nondeterministic, raised_for
+from fastgrad.verdict.repeated_rows import groups_failure, nondeterministic, raised_for
 
 
 class _Entries:
@@ -56,7 +56,6 @@ class _Entries:
         self._settings = settings
         self.plan = plan
         self._compression = compression
-        self._look = look
         self._calls = calls
         self.findings = Findings()
         self._values_of_groups: Tensor | None = None
@@ -67,7 +66,7 @@ class _Entries:
             replay = partial(self._entries, self.plan)
             self._measure_one_by_one(str(error))
             if executor.is_lead(error, replay):
-                look.irreproducible.append("in replays")
+                problem.irreproducible.append("in replays")
         if self.plan.replayed and self.numerical_suspects != []:
             self._measure_wrong_replays_again("they do not add up to the values of single evaluations")
 
@@ -94,14 +93,19 @@ class _Entries:
         before, replay = self.numerical, partial(self._entries, self.plan)
         self._measure_one_by_one(why)
         if _were_wrong_once(before, replay, self.numerical, self._settings.loosest().atol):
-            self._look.irreproducible.append("in replays")
+            self._problem.irreproducible.append("in replays")
 
     def repeat_differences(self) -> None:
         """Measures the column groups of a rejected pattern again, and records if func now gives different values."""
         now = checksum(self._entries())
         # If the two repeats differ, func rounds differently in each run.
         if now != self._measured and now == checksum(self._entries()):
-            self._look.irreproducible.append("at steps of several inputs")
+            self._problem.irreproducible.append("at steps of several inputs")
+
+    def repeat_suspects(self) -> None:
+        """As `repeat_differences`, if differences along directions contradict the entries."""
+        if self.numerical_suspects:
+            self.repeat_differences()
 
     def _differs(self) -> bool:
         """Whether any entry of the pattern may differ by the allclose rule."""
@@ -132,7 +136,7 @@ class _Entries:
         for row in list(dict.fromkeys(rows[worst[: 16 * MOST_SUSPECTS]].tolist()))[:MOST_SUSPECTS]:
             mine = (rows == row).nonzero().reshape(-1)
             before = self._of_backward.values[mine], self.numerical[mine]
-            self._of_backward.values[mine] = self._of_backward.row_alone(row)[columns[mine]]
+            self._of_backward.replace_values(mine, self._of_backward.row_alone(row)[columns[mine]])
             still = mine[~(self._excesses(mine) <= 1)][:MOST_SUSPECTS]
             for column in columns[still].tolist():
                 if column not in measured:
@@ -142,7 +146,7 @@ class _Entries:
                     if excluded is not None:
                         difference.masked_fill_(excluded, 0.0)
                     self.numerical[within] = difference[0, rows[within]]
-            change = _largest_change(before, (self._of_backward.values[mine], self.numerical[mine]))
+            change = max(map(largest_change, before, (self._of_backward.values[mine], self.numerical[mine])))
             are_sums = are_sums or not change <= self._settings.atol
             wrong = still[~(self._excesses(still) <= 1)]
             if not wrong.numel():
@@ -223,7 +227,7 @@ class PatternVerdict(_Entries):
                 return incomplete([], refuted=True)
             return raised_for("a constant grad_output, or for a larger one", error)
         self._of_backward = self._certificate_of(values, self._calls)
-        self._values_of_groups = values.clone()
+        self._values_of_groups = values
         repeat: Failure | None = None
         for output, repeated, match in matches:
             part: Part = "imaginary" if output.is_complex else "all"
@@ -283,7 +287,7 @@ class PatternVerdict(_Entries):
         if found is None:
             # Some entries changed when they were measured alone, although no entry outside of the pattern was added.
             now = self._of_backward.values, self.numerical
-            change = max(self._of_backward.changed_by, _largest_change(measured, now) if measured else 0.0)
+            change = max([self._of_backward.changed_by, *map(largest_change, measured, now)])
             if not change <= self._settings.atol / 4:
                 return incomplete([], unexplained=change)
         if found is None and self._of_backward.has_changed:
@@ -429,15 +433,6 @@ def _with_entries_elsewhere(
     output, block = problem.outputs[failure.output or 0], problem.inputs[failure.input or 0]
     every = output.tensor.numel() * (block.size // block.width)
     return replace(failure, comparison=replace(comparison, entries=every, exhaustive=False, on_pattern=False))
-
-
-def _largest_change(before: Iterable[Tensor], now: Iterable[Tensor]) -> float:
-    """The largest difference; a value that stays NaN, for example next to where func is not defined, is the same."""
-    changes = []
-    for a, b in zip(before, now, strict=True):
-        same = a.isnan() & b.isnan()
-        changes.append(movement_between(a.masked_fill(same, 0.0), b.masked_fill(same, 0.0)))
-    return max(changes)
 
 
 def _pair(

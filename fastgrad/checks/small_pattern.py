@@ -102,12 +102,17 @@ def guessed_pattern(check: SmallCheck, settings: Settings) -> SmallPattern | Non
 
 
 def _repeat_look(check: SmallCheck, settings: Settings) -> None:
-    """Notes if func gives other values next to the inputs when it is called again; `first_look` does so in any case."""
+    """Notes if func gives other values when it is called again; the complete check does so after a `first_look`."""
     if check.look is None or looks_first(check.problem, settings):
         return
-    again = _values_at(check, check.look.displacement)
-    if again is None or is_moved(check.problem, settings, again, check.look.values):
-        check.irreproducible.append("next to the inputs")
+    displacement, nowhere = check.look.displacement, torch.zeros_like(check.look.displacement)
+    for where, at, values in (
+        ("next to the inputs", displacement, check.look.values),
+        ("at the inputs", nowhere, check.look.base),
+    ):
+        again = _values_at(check, at)
+        if again is None or is_moved(check.problem, settings, again, values):
+            check.irreproducible.append(where)
 
 
 @lru_cache(16)

@@ -96,6 +96,8 @@ class SmallCheck(Findings):
         Directional derivatives that agree with VJPs; the weight of each output, empty if all are 1; and the bound.
     look
         The evaluation that was compared with guesses of the sparsity pattern.
+    irreproducible
+        As in `Problem`.
     steps
         Each step, relative to eps; the noise up to which two evaluations per direction suffice; and the directional
         derivatives, whether they agree or not.
@@ -119,6 +121,7 @@ class SmallCheck(Findings):
     tangent_errors: list[list[tuple[float, float]]] | None = None
     differences: tuple[Derivatives, Tensor, float] | None = None
     look: KnownLook | None = None
+    irreproducible: list[str] = field(default_factory=list)
     steps: list[tuple[float, float, Derivatives]] = field(default_factory=list)
     left_open: Tensor | None = None
     bound: float = 0.0

@@ -64,6 +64,15 @@ def near(left: Tensor, right: Tensor, allowed: Tensor | float) -> Tensor:
     return close | (left == right) | (left.isnan() & right.isnan())
 
 
+def largest_change(left: Tensor, right: Tensor) -> float:
+    """The largest difference of real elements; infinite next to one that is not finite, unless both are the same."""
+    if torch.equal(left, right):
+        return 0.0
+    change = (left - right).abs_()
+    change[(left == right) | (left.isnan() & right.isnan())] = 0.0
+    return largest(change.nan_to_num_(math.inf))
+
+
 def checksum(values: Tensor) -> int:
     """The CRC-32 of the bits of a strided tensor."""
     return zlib.crc32(values.detach().cpu().contiguous().numpy().data)

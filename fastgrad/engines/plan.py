@@ -221,8 +221,8 @@ def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int,
     budget = calls // (cost_model.COSTS.likely_share if is_likely else cost_model.COSTS.exploring_share)
     if budget < FEWEST_PROBES:
         return 0, 0
-    # Three evaluations precede the probes; a VJP, on a graph that is recorded again, tests them afterwards.
-    return budget - 5, calls // cost_model.COSTS.likely_share - 5
+    # Three evaluations precede the probes. Two VJPs, on a graph that is recorded again, test them afterwards.
+    return budget - 6, calls // cost_model.COSTS.likely_share - 6
 
 
 def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> int:
@@ -427,7 +427,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
         except executor.RefusedError as error:
             said += f"; {name}: {error}"
             if executor.is_lead(error, trial):
-                look.irreproducible.append(f"in {name}")
+                problem.irreproducible.append(f"in {name}")
             continue
         said += f"; {name}: {gain:.2g} times as fast as single calls"
         if gain >= best:
@@ -463,7 +463,7 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
         gain = trial()
     except executor.RefusedError as error:
         if executor.is_lead(error, trial):
-            look.irreproducible.append("in replays of a VJP")
+            problem.irreproducible.append("in replays of a VJP")
         return False, f"; replays of a VJP: {error}"
     except Exception as error:  # backward raised it: the check itself will raise it
         raise_if_transient(error, trial)

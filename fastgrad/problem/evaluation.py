@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import process_time
@@ -17,7 +16,7 @@ from fastgrad.core.memory import OUT_OF_MEMORY, raises_memory_error
 from fastgrad.core.phases import clock, phase, undisturbed
 from fastgrad.core.precision import relative_step, spacing
 from fastgrad.core.progress import Progress
-from fastgrad.core.tensors import PIECE, largest
+from fastgrad.core.tensors import PIECE, largest_change
 from fastgrad.problem.arguments import as_tuple, check_callable
 from fastgrad.problem.coordinates import Block, block_with, blocks_of, memory_of
 from fastgrad.problem.validation import changed_message, check_outputs, differentiable_inputs, is_differentiable
@@ -96,22 +95,21 @@ class Evaluation:
         self.device = self.inputs[0].tensor.device
         self.has_graph = False
         self.is_custom = self.vectorizes = False
-        self.nodes = _UNKNOWN_NODES
-        self.custom_nodes = 0
+        self.nodes, self.custom_nodes = _UNKNOWN_NODES, 0
         self.records_differences = records_differences
-        self.seconds = self.undisturbed_seconds = self.unit_roundoff = self.unspecified = 0.0
+        self.seconds = self.undisturbed_seconds = self.unit_roundoff = 0.0
+        self.unspecified = self.base_change = 0.0
         self.ranks = 1
         self.has_checkpoint = self.restores = False
         self.progress = progress or Progress(False)
-        self.vjps = 0
-        self.jvps = 0
+        self.vjps = self.jvps = 0
         self.func = func
         self._arguments = arguments
         self._recorded: _Recorded | None = None
         self._first: _Recorded | None = None  # kept: later calls may write into what it saved
         self._first_number = 1
         self._base: Tensor | None = None
-        self.base_change = 0.0
+        self.irreproducible: list[str] = []
         self._coordinates: Tensor | None = None
         self._input_tensors = [block.tensor for block in self.inputs]
         self._traced = traced
@@ -185,11 +183,10 @@ class Evaluation:
             self.m = self.outputs[-1].first + self.outputs[-1].size
             self.device = self.outputs[0].tensor.device
         if self.has_graph:
-            graph = tuple(results[position] for position in positions)
-            first = _Recorded(graph)
+            first = _Recorded(tuple(results[position] for position in positions))
             self._recorded = first if self.evaluations == 1 else None
-            self.nodes, self.custom_nodes = native.count_nodes(graph, MOST_NODES)
-            self.is_custom = not native.runs_no_custom_code(graph, self._input_tensors)
+            self.nodes, self.custom_nodes = native.count_nodes(first.outputs, MOST_NODES)
+            self.is_custom = not native.runs_no_custom_code(first.outputs, self._input_tensors)
             self.vectorizes = not self.is_custom
             self._first = first if self.evaluations == 1 or not self.mutates_inputs else None
         self._specs = [native.OutputSpec(block.position, block.tensor) for block in self.outputs]
@@ -244,13 +241,9 @@ class Evaluation:
 
         Views of inputs that func changes, and outputs for stand-ins of inputs, may differ.
         """
-        if self._base is None or self.mutates_inputs or self.nowhere() is not None:
-            return
-        again = self._flat(output.detach() for output in outputs)
-        if not torch.equal(again, self._base):
-            change = (again - self._base).abs_()
-            change[(again == self._base) | (again.isnan() & self._base.isnan())] = 0.0
-            self.base_change = max(self.base_change, largest(change.nan_to_num_(math.inf)))
+        if self._base is not None and not self.mutates_inputs and self.nowhere() is None:
+            change = largest_change(self._flat(output.detach() for output in outputs), self._base)
+            self.base_change = max(self.base_change, change)
 
     @raises_memory_error
     def _recorded_outputs(self) -> tuple[Tensor, ...]:
@@ -417,6 +410,5 @@ class Evaluation:
 
     def raise_changed(self, coordinate: int, output: int, found: Any, eps: float) -> None:
         block = block_with(self.inputs, coordinate)
-        index = block.index_at(coordinate)
-        when = f"perturbed on index {index} of {self.name_of(block)} by {eps}"
+        when = f"perturbed on index {block.index_at(coordinate)} of {self.name_of(block)} by {eps}"
         raise AssertionError(changed_message(self.outputs[output], found, when))

@@ -53,8 +53,6 @@ class FirstLook:
         Measured seconds of one evaluation, for estimates and trials; the choice of the engine does not use it.
     obstacles
         Why no other engine than the dense one could be used, as text; extended during the check.
-    irreproducible
-        Evaluations that gave other values when they were repeated, as text; extended during the check.
     """
 
     record_graph: bool
@@ -64,7 +62,6 @@ class FirstLook:
     seconds: float
     measured: float
     obstacles: list[str] = field(default_factory=list)
-    irreproducible: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ def first_look(problem: Problem, settings: Settings, known: KnownLook | None = N
         # The mode explains a difference only if repeated evaluations in each mode give the same values.
         found = look(True, reacted, seconds)
         if not (gives_again(plain, False) and gives_again(next_to_x, True)):
-            found.irreproducible.append("next to the inputs")
+            problem.irreproducible.append("next to the inputs")
         return found
     return look(True, reacted, seconds)
 

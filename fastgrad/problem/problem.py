@@ -50,6 +50,8 @@ class Problem(Differences, ReverseMode, ForwardMode):
         Whether there is more than one such pair.
     base_change
         The largest difference so far between outputs at x: of `base`, and of a later graph.
+    irreproducible
+        Evaluations that gave other values when they were repeated, as text.
     unspecified
         The largest entry so far that `vjp` computed at an element that a sparse input does not specify.
     evaluations, vjps, jvps

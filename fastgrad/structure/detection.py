@@ -300,7 +300,7 @@ class ProblemPatterns(Detection):
         values = self._problem.evaluate(self._look.record_graph)
         is_steady = torch.equal(values.view(torch.int64), self._base)
         if not is_steady and is_moved(self._problem, self._settings, values, self._look.base):
-            self._look.irreproducible.append("at the inputs")
+            self._problem.irreproducible.append("at the inputs")
         return is_steady
 
     @cached_property
@@ -319,7 +319,7 @@ class ProblemPatterns(Detection):
         # A backward may accept one-hot cotangents only, or func may raise: other checks say so.
         repeat = partial(self._probed.change_when_repeated, self._vjp, self._cotangent, self._settings.atol)
         if unless_refused(repeat):
-            self._look.irreproducible.append("while a sparsity pattern was sought")
+            self._problem.irreproducible.append("while a sparsity pattern was sought")
 
     @cached_property
     def _cotangent(self) -> Tensor:

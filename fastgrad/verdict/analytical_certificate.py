@@ -84,12 +84,19 @@ class AnalyticalCertificate:
         self._chance = 4 * (1 - settings.confidence)
         self._asked = 0.0
         self.values = values
+        self._owns_values = False
         self.bound = 0.0
         self.changed_by = 0.0
 
     @property
     def has_changed(self) -> bool:
         return bool(self._replaced)
+
+    def replace_values(self, which: slice | Tensor, entries: Tensor) -> None:
+        """Replaces some of the entries; the tensor that the certificate was made with keeps its values."""
+        if not self._owns_values:
+            self.values, self._owns_values = self.values.clone(), True
+        self.values[which] = entries
 
     def certificate(self) -> Certificate:
         """The certificate if nothing is missing."""
@@ -154,8 +161,7 @@ class AnalyticalCertificate:
             if failure is None:
                 raise  # only one call raised
             return failure
-        if self._calls is not None:
-            self._calls.add(linearity.cotangents, linearity.gradients())
+        self._add(linearity)
         found = self._follow_columns(linearity)
         if isinstance(found, Incomplete) and found.is_nothing:
             return linearity.failure() or found
@@ -255,7 +261,7 @@ class AnalyticalCertificate:
         mine = self._compression.entries_of_row(row)
         self.changed_by = max(self.changed_by, movement_between(self._row(row), gradient))
         self._replaced[row] = gradient
-        self.values[mine] = gradient[self._compression.columns[mine]]
+        self.replace_values(mine, gradient[self._compression.columns[mine]])
         columns = np.flatnonzero(gradient.cpu().numpy())
         learnt.append((np.full(columns.size, row), columns))
         return None
@@ -275,10 +281,13 @@ class AnalyticalCertificate:
     def explains_products(self) -> bool:
         """Whether products equal the sums of the entries, to rounding; keeps the products."""
         self._tests = list(self._tests_of(self._all_kinds))
-        if self._calls is not None:
-            for linearity in self._tests:
-                self._calls.add(linearity.cotangents, linearity.gradients())
+        for linearity in self._tests:
+            self._add(linearity)
         return not any(linearity.suspects() for linearity in self._tests)
+
+    def _add(self, linearity: LinearityTest) -> None:
+        if self._calls is not None and self._problem.is_custom:
+            self._calls.add(linearity.cotangents, linearity.gradients())
 
     def explains_rows(self, rows: Iterable[int]) -> bool:
         """Whether rows that are run separately equal the rows that were computed together, up to rounding."""

@@ -60,8 +60,6 @@ class Findings:
         Whether a VJP is known to have given two gradients.
     jvp_moved
         The same for a JVP.
-    irreproducible
-        As in `FirstLook`.
     domains_match
         False if a tangent is known to be complex although its output is real, or the reverse.
     products
@@ -84,7 +82,6 @@ class Findings:
     batched: BatchedDifference | None = None
     moved: bool = False
     jvp_moved: bool = False
-    irreproducible: list[str] = field(default_factory=list)
     domains_match: bool = True
     products: tuple[Tensor, Tensor] | None = None
     tangents: tuple[Tensor, list[int], Tensor] | None = None
@@ -97,7 +94,6 @@ class Findings:
         self.sample = other.sample or self.sample
         self.backward, self.early = other.backward or self.backward, other.early or self.early
         self.moved = self.moved or other.moved
-        self.irreproducible += other.irreproducible
         if other.undecided is not None:
             self.undecided = max(other.undecided, self.undecided or 0.0)
 

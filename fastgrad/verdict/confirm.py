@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -230,9 +231,10 @@ def _survivor(
             some = torch.cat(chosen)
             measured[some] = True
             for quickly in (True, False) if count == 1 else (False,):
-                remeasured, wrong, off = worst_remeasured(
-                    problem, record_graph, eps, [suspects.of(own) for own in chosen], quickly
+                measure = partial(
+                    worst_remeasured, problem, record_graph, eps, [suspects.of(own) for own in chosen], quickly
                 )
+                remeasured, wrong, off = measure()
                 unresolved = max(unresolved, off)
                 if remeasured is not None and several:
                     accused = suspects.of(some[wrong])
@@ -243,6 +245,8 @@ def _survivor(
                         known = {accused.input.index_at(int(place)) for place in accused.inputs[alone, 0]}
                         others = tuple(entry for entry in others if entry.input_index not in known)
                         remeasured = replace(remeasured, others=remeasured.others + others)
+                    elif not bool(measure()[1].any()):
+                        problem.irreproducible.append("at steps of several inputs")
                 if remeasured is not None:
                     return remeasured, measured, unresolved
                 if not bool(wrong.any()):

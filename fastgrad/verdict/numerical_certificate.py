@@ -185,7 +185,6 @@ class NumericalCertificate:
 
     def __init__(self, problem: Problem, settings: Settings, compression: Compression, look: FirstLook) -> None:
         self._problem = problem
-        self._look = look
         self._settings = settings
         self._compression = compression
         self._base = look.base
@@ -472,7 +471,7 @@ class NumericalCertificate:
         """Repeats differences that decided nothing, and notes it if func's values have changed."""
         for measure, before in taken:
             if _change(measure, before, self._settings, self._base):
-                self._look.irreproducible.append(ALONG_DIRECTION)
+                self._problem.irreproducible.append(ALONG_DIRECTION)
 
     def _of_direction(self, number: int) -> Callable[[], Differences]:
         """Measures the differences of a direction at the first step."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.core.native import IS_NATIVE
+from tests.costs import set_costs
 from tests.planted.row import function
 
 Func = Callable[[Tensor], Tensor]
@@ -87,6 +88,56 @@ def test_each_further_step_of_a_certificate_counts(factor: float) -> None:
     for wrong in [*range(1, 30), *range(30, usual + 1, 3)]:
         verdict, made, _ = outcome(steep, 200, wrong, {}, factor)
         assert verdict == "failed" or made == usual, wrong
+
+
+def outer(x: Tensor) -> Tensor:
+    """A sparse Jacobian plus small entries everywhere. So each pattern is rejected."""
+    return x[:, None] * x.new_ones(1, 5) + 1e-3 * x.sum()
+
+
+def in_order(x: Tensor) -> Tensor:
+    return x.sort()[0] ** 2
+
+
+@pytest.mark.parametrize(
+    ("func", "n", "wrong"),
+    [
+        (torch.sin, 50, 1),  # the values at x, with which no guess agrees
+        (outer, 200, 129),  # a difference of a pattern that is then left to the dense engine
+        (in_order, 3000, 182),  # a difference of a group of suspected entries, which are right when measured alone
+    ],
+)
+def test_one_call_of_a_rejected_pattern(func: Func, n: int, wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_costs(monkeypatch, trial_columns=10**9)  # otherwise the number of calls would depend on their time
+    noise = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = (noise + 0.3).requires_grad_()
+    calls = 0
+
+    def once(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return func(x) + 0.1 * (calls == wrong)
+
+    assert fastgrad.check(func, x).passed
+    assert not fastgrad.check(once, x).passed
+    assert calls >= wrong
+
+
+def test_the_first_graph_has_other_gradients() -> None:
+    """One entry is three times as large. The first graph gives the rows of a small check of a pattern."""
+    calls = 0
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        y = x.sin()
+        factor = torch.ones_like(y)
+        factor[100] = 3.0
+        return y * factor - (y * (factor - 1)).detach() if calls == 1 else y
+
+    report = fastgrad.check(func, leaf(200))
+    assert report.failure is not None
+    assert report.failure.kind == "nondeterministic"
 
 
 @pytest.mark.parametrize("n", [200, 3000])
