@@ -85,6 +85,7 @@ class AnalyticalCertificate:
         self._asked = 0.0
         self.values = values
         self._owns_values = False
+        self._lacks_small_entries = False
         self.bound = 0.0
         self.changed_by = 0.0
 
@@ -194,7 +195,7 @@ class AnalyticalCertificate:
         learnt: list[tuple[Indices, Indices]] = []
         for _ in range(MOST_ROWS):
             suspects = linearity.suspects()
-            if not suspects:
+            if not suspects or (self._lacks_small_entries and self._is_small(linearity, suspects)):
                 return incomplete(learnt)
             if dense_is_small(self._problem, self._settings):
                 return incomplete(learnt, refuted=True)
@@ -209,18 +210,33 @@ class AnalyticalCertificate:
                 return failure
             linearity.replace_row(row, change)
         else:
-            return incomplete(learnt, refuted=True)
+            # The rows followed may lack only entries that are too small for sparsity detection, and others may, too.
+            self._lacks_small_entries = (
+                self.changed_by <= self._hideable
+                and self._is_small(linearity, linearity.suspects())
+                and linearity.failure() is None
+            )
+            return incomplete([]) if self._lacks_small_entries else incomplete(learnt, refuted=True)
         failure = linearity.failure()
         if failure is not None:
             return failure
-        error = 2 * max(linearity.error_at(*suspect) for suspect in suspects)
-        if error <= self._asked * self._chance ** (1 / MOST_COTANGENTS):
-            # The error may be rounding, for example of a backward in a lower precision. Further cotangents show what it
-            # hides.
-            linearity.resolution = max(linearity.resolution, error)
+        if self._is_small(linearity, suspects):  # it may be rounding, for example of a backward in a lower precision
             return incomplete(learnt)
-        self.bound = error
-        return incomplete([], unexplained=error)
+        self.bound = _error(linearity, suspects)
+        return incomplete([], unexplained=self.bound)
+
+    @property
+    def _hideable(self) -> float:
+        """Largest error of a product for which further cotangents can show that it hides no entry that matters."""
+        return float(self._asked * self._chance ** (1 / MOST_COTANGENTS))
+
+    def _is_small(self, linearity: LinearityTest, suspects: Sequence[tuple[int, int]]) -> bool:
+        """Whether further cotangents can show that the errors hide no entry that matters; notes their size."""
+        error = _error(linearity, suspects)
+        if not error <= self._hideable:
+            return False
+        linearity.resolution = max(linearity.resolution, error)
+        return True
 
     def _locate_row(self, cotangent: Tensor, column: int) -> tuple[int, Tensor]:
         """A row that explains the error of a component of a VJP, and the gradient of this row, run separately."""
@@ -327,3 +343,8 @@ class AnalyticalCertificate:
                 if failure is not None:
                     return failure
         return None
+
+
+def _error(linearity: LinearityTest, suspects: Sequence[tuple[int, int]]) -> float:
+    """Twice the largest distance of components of VJPs from the sums of the entries."""
+    return 2 * max((linearity.error_at(*suspect) for suspect in suspects), default=0.0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 import fastgrad
+from benchmarks.cases import large_case
 from fastgrad.checks.order import check
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
@@ -600,6 +601,26 @@ def test_sums_of_small_entries_next_to_large_ones_are_no_wrong_entry() -> None:
 
     x = torch.randn(n + shared, dtype=torch.float64, generator=generator).requires_grad_()
     assert fastgrad.check(func, x).passed
+
+
+def test_many_entries_that_are_too_small_for_detection_need_no_dense_engine() -> None:
+    """The pattern lacks thousands of entries, because some gates are saturated. None of them exceeds 1e-8."""
+    case = large_case("LSTM cell")
+    report = fastgrad.check(case.func, case.inputs)
+    assert report.passed
+    assert report.plan is not None
+    assert report.plan.engine == "compressed"
+    assert report.evaluations < 1000
+    assert all(certificate.bound < report.settings.atol for certificate in report.certificates)
+
+    def wrong(*inputs: Tensor) -> tuple[Tensor, ...]:
+        first, *others = case.func(*inputs)
+        extra = 1e-4 * inputs[0][-1, -1]
+        return first + (extra - extra.detach()) * torch.eye(*first.shape, dtype=first.dtype), *others
+
+    failure = fastgrad.check(wrong, case.inputs).failure
+    assert failure is not None
+    assert failure.kind == "mismatch"
 
 
 class ScaledBand(torch.autograd.Function):
