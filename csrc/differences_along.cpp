@@ -401,9 +401,8 @@ std::optional<double> explained_sums(
   check_float64("explained_sums", "sums", sums, 2);
   TORCH_CHECK(
       is_plain(entries) && is_plain(weights) && is_plain(sums) && weights.size(0) == sums.size(0),
-      "explained_sums: entries, weights and sums must be contiguous on the CPU, with as many rows of weights as of "
-      "sums, "
-      "got ",
+      "explained_sums: entries, weights and sums must be contiguous on the CPU, with as many rows of weights as "
+      "of sums, got ",
       weights.sizes(), " and ", sums.sizes());
   const auto check_entries = [&](const char* name, const at::Tensor& indices, int64_t size) {
     check_indices("explained_sums", name, indices);

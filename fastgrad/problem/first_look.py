@@ -139,7 +139,8 @@ def base_moved(problem: Problem, settings: Settings) -> bool:
 
 def _allowed_change(problem: Problem | SmallProblem, settings: Settings, values: Tensor) -> float:
     """The difference of repeated outputs, shape (m,), that rounding explains or a difference tolerates."""
-    return max(ROUNDING * problem.unit_roundoff * largest(values), settings.eps * settings.atol)
+    size = largest(values.nan_to_num(0.0, 0.0, 0.0))  # a value that is not finite must be the same again
+    return max(ROUNDING * problem.unit_roundoff * size, settings.eps * settings.atol)
 
 
 def usual_seconds(problem: Problem | SmallProblem, measured: float) -> float:

@@ -164,9 +164,12 @@ class AnalyticalCertificate:
             return failure
         self._add(linearity)
         found = self._follow_columns(linearity)
-        if isinstance(found, Incomplete) and found.is_nothing:
-            return linearity.failure() or found
-        return found
+        if isinstance(found, Failure) or not found.is_nothing:
+            return found
+        failure = linearity.failure()
+        if failure is not None and self._lacks_small_entries:
+            return incomplete([], refuted=True)  # without these entries, a right backward may look nonlinear
+        return failure or found
 
     def _proven_more(self, resolution: float) -> Failure | Incomplete:
         """Tests with as many more cotangents as are needed to find entries that large entries may hide.
@@ -211,10 +214,8 @@ class AnalyticalCertificate:
             linearity.replace_row(row, change)
         else:
             # The rows followed may lack only entries that are too small for sparsity detection, and others may, too.
-            self._lacks_small_entries = (
-                self.changed_by <= self._hideable
-                and self._is_small(linearity, linearity.suspects())
-                and linearity.failure() is None
+            self._lacks_small_entries = self.changed_by <= self._hideable and self._is_small(
+                linearity, linearity.suspects()
             )
             return incomplete([]) if self._lacks_small_entries else incomplete(learnt, refuted=True)
         failure = linearity.failure()
