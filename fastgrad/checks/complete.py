@@ -304,7 +304,7 @@ def _all_entries(
     try:
         known = findings.look if isinstance(findings, SmallCheck) else None
         look = first_look(problem, settings, known) if looks_first(problem, settings) else None
-        if look is not None and calls is not None and tries_structure(problem, settings, look):
+        if look is not None and tries_structure(problem, settings, look):
             from fastgrad.checks.compressed import check_by_structure  # imported here to keep `import fastgrad` fast
 
             outcome = check_by_structure(problem, settings, look, calls, findings)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.candidates import Candidates
+from fastgrad.checks.compressed_forward import ForwardVerdict
 from fastgrad.checks.pattern_verdict import PatternVerdict
 from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
 from fastgrad.core.errors import unless_refused
@@ -62,15 +63,18 @@ Next = Literal["pattern", "dense engine"]
 
 @phase("compressed Jacobians")
 def check_by_structure(
-    problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls, findings: Findings
+    problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls | None, findings: Findings
 ) -> Outcome | None:
-    """The verdict on all Jacobians in reverse mode; None if no structure makes it cheaper than the dense engine.
+    """The verdict on all Jacobians; None if no structure makes it cheaper than the dense engine.
 
     calls: holds rows and a product that were run before; receives products that may not be compared with the entries.
+    None: reverse mode is not checked.
     """
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
     problem.forget_outputs()
+    if calls is None:
+        return _forward_only(problem, settings, look, findings)
     candidates = Candidates(problem, settings, look, calls)
     outcome: Outcome | None = None
     for _ in range(ATTEMPTS):
@@ -163,8 +167,41 @@ def _answer(
         return "dense engine"
     elif found is None:
         verdict.record()
+        if settings.check_forward_ad:
+            forward = verdict.forward(plan)
+            if not forward.is_decided:
+                findings.jvp_moved |= verdict.findings.jvp_moved
+                return "dense engine"
+            found = forward.failure
     findings.add(verdict.findings)
     return Outcome(plan, found)
+
+
+def _forward_only(problem: Problem, settings: Settings, look: FirstLook, findings: Findings) -> Outcome | None:
+    """As `check_by_structure` if only forward mode is checked: the pattern is found and certified by func alone."""
+    patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look))
+    finders = patterns.guess, partial(patterns.probe, watch_gradients=False), patterns.align
+    for pattern in filter(None, (find() for find in finders)):
+        compression = compressed.compress(problem, pattern)
+        if not pays_to_compress(problem, settings, compression.column_groups.count, 0):
+            continue
+        plan = _plan(problem, settings, look, compression)
+        verdict = unless_refused(partial(PatternVerdict, problem, settings, plan, compression, look))
+        if verdict is None:  # func may accept only single steps
+            break
+        if not verdict.numerical_suspects:
+            forward = verdict.forward(verdict.plan)
+            findings.jvp_moved |= verdict.findings.jvp_moved
+            if forward.failure is None and forward.entries is not None:
+                explains_func = verdict.of_func.certify(forward.entries) == [] and not verdict.of_func.may_hide_entries
+                forward = forward if explains_func else ForwardVerdict(False)
+            if forward.is_decided:
+                findings.certificates += [verdict.of_func.certificate()] if forward.failure is None else []
+                findings.add(verdict.findings)
+                return Outcome(verdict.plan, forward.failure)
+        verdict.repeat_differences()
+    patterns.repeat_suspects()
+    return None
 
 
 def _plan(problem: Problem, settings: Settings, look: FirstLook, compression: Compression) -> Plan:
@@ -208,10 +245,8 @@ def _compressions(
         return
     patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look))
     without_gradients = partial(patterns.probe, watch_gradients=False)
-    for find in (patterns.guess, patterns.decode, patterns.probe, without_gradients, patterns.align):
-        pattern = find()
-        if pattern is None:
-            continue
+    finders = patterns.guess, patterns.decode, patterns.probe, without_gradients, patterns.align
+    for pattern in filter(None, (find() for find in finders)):
         compression = compressed.compress(problem, pattern)
         columns, rows = compression.column_groups.count, sum(grouping.count for grouping in compression.row_groups)
         if pays_to_compress(problem, settings, columns, rows):

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fastgrad.checks.compressed_forward import ForwardVerdict, forward_verdict
 from fastgrad.core.errors import raise_unless_of_func, unless_refused
 from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, differ, largest, largest_change
@@ -345,6 +346,11 @@ class PatternVerdict(_Entries):
         if failure is None:
             self._record_pairs()
         return failure
+
+    def forward(self, plan: Plan) -> ForwardVerdict:
+        """The verdict on forward mode, after func's entries were certified; plan: how they were computed."""
+        entries = self._compression, self.numerical, self.of_func.asked
+        return forward_verdict(self._problem, self._settings, plan, *entries, self.findings)
 
     def record(self) -> None:
         """For a check that passed: what was compared, and what the certificates cover."""

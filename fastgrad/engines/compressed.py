@@ -7,7 +7,7 @@ pattern are not detected here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -211,11 +211,27 @@ def linear_entries(problem: Problem, compression: Compression) -> Tensor:
     """
     values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
     grouping = compression.column_groups
-    members = torch.from_numpy(grouping.order).to(problem.device)  # copied once, because a copy to a device waits
-    groups = (members[first:last] for first, last in pairwise(grouping.starts.tolist()))
-    for product, entries in zip(problem.columns_of_backward(groups), grouping.entries(), strict=True):
+    products = problem.columns_of_backward(_members_on(grouping, problem.device))
+    for product, entries in zip(products, grouping.entries(), strict=True):
         ops.decompress_(values, product, None, compression.rows, entries)
     return values
+
+
+@phase("analytical columns")
+def tangent_entries(problem: Problem, compression: Compression) -> Tensor:
+    """Entries by forward mode: float64, shape (nnz,). One JVP per column group."""
+    values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
+    grouping = compression.column_groups
+    for members, entries in zip(_members_on(grouping, problem.device), grouping.entries(), strict=True):
+        tangent = torch.zeros(1, problem.n, dtype=torch.float64, device=problem.device).index_fill_(1, members, 1.0)
+        ops.decompress_(values, problem.jvps_of(tangent)[0], None, compression.rows, entries)
+    return values
+
+
+def _members_on(grouping: Grouping, device: torch.device) -> Iterator[Tensor]:
+    """The coordinates of each group: int64, shape (members,)."""
+    members = torch.from_numpy(grouping.order).to(device)  # copied once, because a copy to a device waits
+    return (members[first:last] for first, last in pairwise(grouping.starts.tolist()))
 
 
 def analytical_entries(

@@ -21,6 +21,8 @@ class CostModel:
         Seconds that autograd takes for a VJP in addition to backward itself.
     vjp_evaluations
         Number of evaluations of func that take as long as the rest of a VJP.
+    jvp_evaluations
+        Number of evaluations of func that take as long as a JVP by forward mode.
     vectorized_rows, vectorized_seconds
         Upper limits for one vectorized VJP: its rows, and the seconds of an evaluation times its rows. Beyond them,
         memory may not suffice.
@@ -70,6 +72,7 @@ class CostModel:
 
     vjp_seconds: float = 4.3e-6
     vjp_evaluations: float = 1.5
+    jvp_evaluations: float = 3.0
     vectorized_rows: int = 1024
     vectorized_seconds: float = 10e-3
     sketch_seconds: float = 0.18e-3

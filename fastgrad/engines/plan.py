@@ -152,8 +152,10 @@ def looks_first(problem: Problem | SmallProblem, settings: Settings) -> bool:
 
 def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bool:
     """Whether a compressed Jacobian may be cheaper than a dense one."""
-    if not problem.has_graph or settings.check_forward_ad or not settings.check_backward_ad:
+    if not problem.has_graph:
         return False
+    if settings.check_forward_ad and any(block.is_complex for block in (*problem.inputs, *problem.outputs)):
+        return False  # complex entries are made of rows, not of columns
     if any(block.tensor.layout is not torch.strided for block in problem.inputs):
         return False
     return settings.engine == "compressed" or (
@@ -291,10 +293,13 @@ def pays_to_compress(problem: Problem, settings: Settings, columns: int, rows: i
     """Whether this many column groups and row groups (None: none are needed) cost less than the dense engine."""
     if settings.engine == "compressed":
         return True
-    analytical = _columns_cost(columns) if rows is None else cost_model.COSTS.vjp_evaluations * rows
-    return 2 * columns + analytical + cost_model.COSTS.certificate_evaluations < cost_model.COSTS.paying_share * (
-        2 * problem.n + cost_model.COSTS.vjp_evaluations * problem.m
-    )
+    costs = cost_model.COSTS
+    analytical = _columns_cost(columns) if rows is None else costs.vjp_evaluations * rows
+    dense = 2 * problem.n + costs.vjp_evaluations * problem.m * settings.check_backward_ad
+    if settings.check_forward_ad:
+        analytical += costs.jvp_evaluations * columns
+        dense += costs.jvp_evaluations * problem.n
+    return 2 * columns + analytical + costs.certificate_evaluations < costs.paying_share * dense
 
 
 def is_one_block(problem: Problem | SmallProblem, settings: Settings) -> bool:

@@ -329,13 +329,15 @@ class PairComparison:
             return None
         from fastgrad.report.evidence import Sample  # imported here: a check that passes does not need it
 
-        analytical, numerical, rows, columns = self.entries_at_hand
+        analytical, numerical, *elements = self.entries_at_hand
+        rows, columns = reversed(elements) if self.mode == "forward" else elements
         width = self._width()
         dtype = torch.complex128 if width == 2 else torch.float64
         found, wanted = (_matrix(block.unsqueeze(0), width)[0].cpu().to(dtype) for block in (analytical, numerical))
-        elements = columns if self.input.elements is None else self.input.elements.to(columns.device)[columns]
+        if self.input.elements is not None:
+            columns = self.input.elements.to(columns.device)[columns]
         shapes = tuple(self.output.tensor.shape), tuple(self.input.tensor.shape)
-        return Sample(*shapes, rows.cpu(), elements.cpu(), found, wanted, self._differ(found, wanted))
+        return Sample(*shapes, rows.cpu(), columns.cpu(), found, wanted, self._differ(found, wanted))
 
     def result(self) -> Comparison:
         """The comparison so far, as data."""

@@ -70,7 +70,7 @@ def linear_backward(kinds: tuple[GradOutputKind, ...], bound: float) -> Certific
     return linearity_certificate("backward is linear in grad_output", kinds, bound)
 
 
-def _term_sizes(squares: Tensor, sums: Tensor) -> Tensor:
+def term_sizes(squares: Tensor, sums: Tensor) -> Tensor:
     """Scale of rounding: the root of a sum of squares of terms or, if these overflow, the size of the sum."""
     sizes = squares.sqrt()
     return sizes if math.isfinite(largest(sizes)) else torch.where(sizes.isinf(), sums.abs(), sizes)
@@ -95,7 +95,7 @@ def disagreement(
     """
     if not differ(products, sums, settings.atol, False):
         return None  # closer than any tolerance below
-    allowed = atol * vectors.abs().amax(1, keepdim=True) + rtol * _term_sizes(squares, sums)
+    allowed = atol * vectors.abs().amax(1, keepdim=True) + rtol * term_sizes(squares, sums)
     if settings.nondet_tol and movement is not None:
         allowed = allowed + movement()
     # Not "error > allowed", because a NaN must count as wrong. The entries of an infinite sum were already compared.
@@ -104,6 +104,21 @@ def disagreement(
         return None
     which, component = (int(i) for i in wrong.nonzero()[0])
     return which, component, allowed
+
+
+def measured_rounding(
+    scaled_products: Callable[[float], Tensor], products: Tensor, sizes: Tensor, unit_roundoff: float
+) -> Tensor:
+    """Rounding of products of a linear map with vectors, from products with multiples of these vectors.
+
+    scaled_products: gives the products with the vectors times a factor. sizes: as from `term_sizes`. All tensors have
+    the shape of the products.
+    """
+    rounding = torch.zeros_like(products)
+    for factor in RESCALED:
+        scaled = scaled_products(factor).div_(factor)
+        rounding = torch.maximum(rounding, scaled.sub_(products).abs_().mul_(MEASURED))
+    return torch.minimum(rounding, unit_roundoff**LARGEST_MEASURED * sizes).nan_to_num_(0.0)
 
 
 def linearity_cotangents(
@@ -240,18 +255,12 @@ class LinearityTest:
 
     def _measured_rounding(self, gradients: Tensor) -> Tensor:
         """Rounding of a backward, or its difference from run to run as far as allowed: float64, shape (kinds, n)."""
-        rounding = torch.zeros_like(gradients)
-        for factor in RESCALED:
-            scaled = self._vjps(factor).div_(factor)
-            rounding = torch.maximum(rounding, scaled.sub_(gradients).abs_().mul_(MEASURED))
-        rounding = torch.minimum(rounding, self._problem.unit_roundoff**LARGEST_MEASURED * self._term_sizes)
-        if self._settings.nondet_tol:
-            rounding = torch.maximum(rounding, self._movement_allowed(gradients))
-        return rounding.nan_to_num_(0.0)
+        rounding = measured_rounding(self._vjps, gradients, self._term_sizes, self._problem.unit_roundoff)
+        return torch.maximum(rounding, self._movement_allowed(gradients)) if self._settings.nondet_tol else rounding
 
     @property
     def _term_sizes(self) -> Tensor:
-        return _term_sizes(self._squares, self._sums)
+        return term_sizes(self._squares, self._sums)
 
     def _movement_allowed(self, gradients: Tensor) -> Tensor:
         """Allowed error of VJPs that may vary from run to run: float64, shape (kinds, n)."""
