@@ -21,16 +21,16 @@ BRIEF_PROBES = 512
 
 
 class Candidates:
-    """Patterns to try: guesses first, then what probing finds, then what a certificate added to the last one.
+    """Patterns to try: guesses first, then those from probing; a certificate may add entries to each of them.
 
     Attributes
     ----------
     patterns
         Finds the patterns.
     pattern
-        The present one; None: `compress` takes the next one.
+        The current pattern; None: `compress` takes the next one.
     is_guess
-        Whether the present pattern, or the one that it extends, was guessed.
+        Whether the current pattern, or the one that it extends, was guessed.
     """
 
     def __init__(self, problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls) -> None:
@@ -39,8 +39,8 @@ class Candidates:
         self.patterns = patterns
         finders: list[Callable[[], Pattern | None]] = [patterns.guess, patterns.decode, patterns.probe, patterns.align]
         if takes_long(2 * problem.n + problem.m, look):
-            # Dense rows and columns may hide the sparsity of the rest from all probes. Or all entries are in such rows
-            # and columns.
+            # Dense rows and columns may hide the sparsity of the rest from all probes. All entries may even be in such
+            # rows and columns.
             brief = partial(patterns.probe, most=BRIEF_PROBES)
             finders[2:] = [brief, partial(brief, splits_hubs=True), patterns.probe, patterns.align, patterns.dense]
         self._finders = iter(finders)
@@ -51,10 +51,10 @@ class Candidates:
         self.is_guess = False
 
     def compress(self) -> Compression | None:
-        """The groups of the present pattern, or of the next one; None: there is none left.
+        """The groups of the current pattern, or of the next one; None: no pattern is left.
 
-        Columns that share a dense row are in different groups. If so many groups would take long, dense rows are left
-        out and certified instead, as far as possible.
+        Columns that share a dense row are in different groups. If this gives so many groups that they would take long,
+        dense rows are left out and certified instead, as far as possible.
         """
         while self.pattern is None:
             find = next(self._finders, None)
@@ -69,7 +69,10 @@ class Candidates:
         return compressed.compress(self._problem, self.pattern, rows, self._excluded_columns)
 
     def exclude_columns(self) -> bool:
-        """Marks dense columns, which keep rows in different groups, to be certified; returns whether there are any."""
+        """Excludes dense columns, whose rows are all in different groups; returns whether there are any.
+
+        Excluded columns are certified instead of compared.
+        """
         if not (self._certifies and self._may_exclude_columns) or self.pattern is None:
             return False
         self._may_exclude_columns, dense = False, self.pattern.dense_columns()
@@ -77,11 +80,11 @@ class Candidates:
         return bool(dense.any())
 
     def exclude_nothing(self) -> None:
-        """Stops excluding rows and columns, because they could not be certified: every entry must be compared."""
+        """Stops excluding rows and columns. They could not be certified, so every entry must be compared."""
         self._certifies, self._excluded_columns = False, None
 
     def learn(self, found: Incomplete, may_hide_entries: bool) -> None:
-        """Adds entries that the pattern lacks; may_hide_entries: whether rounding may hide entries of gradients."""
+        """Adds entries that the pattern lacks; may_hide_entries: whether rounding or noise of func may hide entries."""
         if self.pattern is None:
             return
         if found.refuted and not self.pattern.is_numerical and may_hide_entries:

@@ -67,7 +67,7 @@ def complete_check(
     start: float,
     notes: list[str],
 ) -> Report:
-    """Runs the check, with the results of a small one, if any.
+    """Runs the complete check; uses the results of a small check, if any.
 
     start: when it began, by `time.perf_counter`; notes: on libraries, for the report.
     """
@@ -83,7 +83,7 @@ def complete_check(
             settings.masked,
             progress,
             names,
-            # Per input: its step, relative to eps, and the weight of its errors in sums, less if its atol is larger.
+            # Per input: its step, relative to eps, and the weight of its errors in sums, below 1 if its atol is larger.
             [
                 (own.eps / settings.eps, settings.atol / own.atol if 0 < settings.atol < own.atol else 1.0)
                 for own in settings.inputs
@@ -201,7 +201,7 @@ def _first_failure(
     problem: Problem, settings: Settings, findings: Findings, backward: Backward | None
 ) -> tuple[Plan, Failure | None]:
     if backward is not None and problem.has_graph:
-        problem.base()  # now, because the first evaluation still provides it
+        problem.base()  # called now, while the first evaluation can still provide it
     sums_are_open = isinstance(findings, SmallCheck) and findings.left_open is not None
     if sums_are_open and compares_open_entries(problem, settings):
         findings.notes.append(OPEN_SUMS)
@@ -244,7 +244,7 @@ def _first_failure(
 
 
 def _forward_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
-    """The failure of JVPs that differ when repeated, and of tangents whose domain was wrong in some calls."""
+    """The failure of JVPs that differ when repeated, or of tangents whose domain (real or complex) was wrong."""
     failure = None
     if findings.tangents is not None:
         failure = repeated_tangents_failure(problem, settings, *findings.tangents)
@@ -256,7 +256,7 @@ def _forward_failure(problem: Problem, settings: Settings, findings: Findings) -
 
 
 def attribute_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
-    """The checks besides the Jacobians: undefined, zero and batched grad_outputs and tangents."""
+    """The failure of the checks besides the Jacobians: modified tangents; undefined, zero and batched vectors."""
     backward, block = findings.backward, problem.modified_tangent
     failure = None if block is None else modified_tangent(block)
     if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
@@ -277,7 +277,7 @@ def attribute_failure(problem: Problem, settings: Settings, findings: Findings) 
 
 
 def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
-    """Compares every entry of every Jacobian; runs a few VJPs before and again afterwards, and compares these too."""
+    """Compares every entry of every Jacobian; runs a few VJPs before and again afterwards, and compares them, too."""
     runs_backward = problem.has_graph and settings.check_backward_ad
     calls = RepeatedCalls(problem, settings) if runs_backward else None
     # The early VJPs must use the first graph. If nothing runs before whole_backward, its VJPs are the first ones.
@@ -340,7 +340,7 @@ def _out_of_memory_message(problem: Problem, plan: Plan, settings: Settings, err
 
 
 def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
-    """Fast mode; the exact engine decides what the sketch leaves open, if that is affordable."""
+    """Runs fast mode; the exact engine decides what the sketch leaves open, if that is affordable."""
     from fastgrad.checks.sketch import screen, screen_constant  # imported here to keep `import fastgrad` fast
     from fastgrad.checks.sketch_forward import screen_forward
 
@@ -363,7 +363,7 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
             raise_unless_of_func(error)
             if not is_affordable(problem):
                 raise
-            # func raised next to x. If it accepts steps of single coordinates, the exact engine may still decide.
+            # func raised next to x. If it does not raise for steps of single coordinates, the exact engine may decide.
             raise_if_transient(error, partial(run, problem, settings))
             return exactly("func raised next to the inputs")
         if found.raised is not None:

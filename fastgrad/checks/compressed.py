@@ -1,8 +1,8 @@
 """Exact checks by sparsity: guess or probe a pattern, color it, compare compressed Jacobians, certify, follow up.
 
 Every entry of the pattern is compared as in the dense engine. Random directions and cotangents certify that no
-entry lies outside of the pattern, and that the backward is the linear map with these rows. A certificate that
-fails is not yet a verdict: it leads to a single entry that is wrong when measured separately, or to a larger pattern.
+entry lies outside the pattern, and that the backward is the linear map with these rows. A certificate that fails
+is not yet a verdict: it leads to a single entry that is wrong when measured separately, or to a larger pattern.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Outcome:
 
 
 Next = Literal["pattern", "dense engine"]
-"""What to do if a pattern led to no verdict: try the next candidate, or leave it to the dense engine."""
+"""What to do if a pattern led to no verdict: try the next candidate, or leave the check to the dense engine."""
 
 
 @phase("compressed Jacobians")
 def check_by_structure(
     problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls | None, findings: Findings
 ) -> Outcome | None:
-    """The verdict on all Jacobians; None if no structure makes it cheaper than the dense engine.
+    """The verdict on all Jacobians; None if no pattern makes the check cheaper than the dense engine.
 
     calls: holds rows and a product that were run before; receives products that may not be compared with the entries.
     None: reverse mode is not checked.
@@ -99,7 +99,7 @@ def _attempt(
     candidates: Candidates,
     compression: Compression,
 ) -> Outcome | Next:
-    """Measures, compares and certifies the Jacobians on one pattern."""
+    """Measures, compares and certifies the entries of one pattern; returns the outcome, or what to do next."""
     column_groups = compression.column_groups.count
     row_groups = sum(grouping.count for grouping in compression.row_groups)
     by_columns = prefers_columns(column_groups, row_groups)
@@ -109,7 +109,7 @@ def _attempt(
     problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
     plan = _plan(problem, settings, look, compression)
     verdict = unless_refused(partial(PatternVerdict, problem, settings, plan, compression, look, calls))
-    if verdict is None:  # func may accept only single steps
+    if verdict is None:  # func may raise for steps of several coordinates
         return "dense engine"
     if verdict.numerical_suspects and dense_is_small(problem, settings):
         verdict.repeat_differences()
@@ -149,7 +149,7 @@ def _answer(
     found: Failure | Incomplete | None,
     plan: Plan,
 ) -> Outcome | Next:
-    """The next step after a failure, after entries that a pattern lacks, or if nothing is wrong."""
+    """The outcome, or what to do next, given a failure, the entries that the pattern lacks, or neither."""
     if isinstance(found, Incomplete):
         found = verdict.moved() or found
     if isinstance(found, Incomplete):
@@ -217,19 +217,20 @@ def _plan(problem: Problem, settings: Settings, look: FirstLook, compression: Co
 def numerical_entries(
     problem: Problem, settings: Settings, look: FirstLook
 ) -> tuple[Compression, Tensor, float] | None:
-    """The numerical Jacobian, compressed and certified; None: no pattern was found.
+    """The numerical Jacobian, compressed and certified; None: no pattern was found and certified.
 
-    Returns the pattern with its groups, the entries, and the size from which an entry outside the pattern is detected.
+    Returns the pattern with its groups, the entries (float64, shape (nnz,)), and the size from which an entry outside
+    the pattern is detected.
     """
     for compression, verdict in _compressions(problem, settings, look):
-        # No suspects: along random directions, the outputs change as the numerical entries predict.
+        # If there are no suspects, the outputs change along random directions as the numerical entries predict.
         if not verdict.numerical_suspects and verdict.of_func.certify(None) == []:
             return compression, verdict.numerical, verdict.of_func.bound
     return None
 
 
 def analytical_entries(problem: Problem, settings: Settings, look: FirstLook) -> tuple[Compression, Tensor] | None:
-    """The analytical Jacobian in reverse mode, as `numerical_entries`."""
+    """The analytical Jacobian by reverse mode: the pattern and the entries, as in `numerical_entries`."""
     for compression, verdict in _compressions(problem, settings, look):
         values, _ = compressed.analytical_entries(problem, compression, repeat=False)
         if verdict.is_certified(values):
@@ -240,7 +241,7 @@ def analytical_entries(problem: Problem, settings: Settings, look: FirstLook) ->
 def _compressions(
     problem: Problem, settings: Settings, look: FirstLook
 ) -> Iterator[tuple[Compression, PatternVerdict]]:
-    """The results for each pattern that guesses and probing find, if it pays off."""
+    """Yields the groups and the verdict of each pattern that guesses and probing find, if the pattern pays off."""
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return
     patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look))
@@ -255,7 +256,7 @@ def _compressions(
 
 
 def _screen_excluded(problem: Problem, settings: Settings, compression: Compression, findings: Findings) -> Screening:
-    """Fast mode's verdict on the dense rows and columns that are in no group; a pass is certified."""
+    """Fast mode's verdict on the dense rows and columns that are in no group; adds certificates if they pass."""
     if compression.excluded_rows is not None:
         screening = _screen(problem, settings, rows=compression.excluded_rows)
         if screening.failure is not None or screening.undecided is not None:
@@ -265,7 +266,7 @@ def _screen_excluded(problem: Problem, settings: Settings, compression: Compress
             findings.note_undecided(settings.of_entries(screening.bound))
     if compression.excluded_columns is None:
         return Screening()
-    # A few are screened one by one: next to the entry of another column, a small entry would be lost in rounding.
+    # If there are few, they are screened one by one: a small entry would be lost in the rounding of other columns.
     columns = compression.excluded_columns.nonzero().reshape(-1)
     for some in torch.split(columns, 1 if columns.numel() <= HANDFUL else columns.numel()):
         selected = torch.zeros_like(compression.excluded_columns).index_fill_(0, some, True)

@@ -1,4 +1,4 @@
-"""Compares every entry with the dense engine, block by block, and tests that backward and the jvp are linear."""
+"""Compares every entry with the dense engine, block by block, and tests that backward and jvp are linear."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def dense_check(
     findings: Findings,
     calls: RepeatedCalls | None,
 ) -> tuple[Plan, Failure | None]:
-    """The failure of any entry, and the plan that found it: single calls if batches or replays show a failure."""
+    """The plan that was used, and the failure, if any.
+
+    If batches or replays show a failure, or are refused, the entries are computed again one call at a time.
+    """
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
     suspected: Plan | None = None
     if plan.batch is not None or plan.replayed or plan.rows_replayed:
@@ -90,7 +93,7 @@ def dense_check(
     failure = judge(problem, plan, settings, findings, calls)
     if failure is not None or suspected is None:
         return plan, failure
-    # Batches or replays are to blame only if they are wrong again.
+    # Single calls passed. If batches or replays now pass, too, func or its backward gave other values once.
     if _passes(partial(judge, problem, suspected, settings, Findings(), calls)):
         problem.irreproducible.append("in batches or replays")
     return plan, None
@@ -106,7 +109,7 @@ def _passes(run: Callable[[], Failure | None]) -> bool:
 def _nonzero_numerical(
     problem: Problem, plan: Plan, settings: Settings, findings: Findings, _: RepeatedCalls | None
 ) -> Failure | None:
-    """If no output requires grad, func must not depend on its inputs."""
+    """The failure if func depends on its inputs, although no output requires grad."""
     for first, columns in dense.numerical_columns(problem, plan, settings):
         if bool(columns.any()):
             column, row = (int(i) for i in columns.nonzero()[0])
@@ -119,7 +122,7 @@ def _nonzero_numerical(
 def _jacobian_failure(
     problem: Problem, plan: Plan, settings: Settings, findings: Findings, calls: RepeatedCalls | None
 ) -> Failure | None:
-    """The Jacobians, pass by pass over numerical columns; reverse mode is judged before forward mode."""
+    """The first failure of the Jacobians, pass by pass over numerical columns; forward mode is judged last."""
     nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
     if not problem.m or nothing_to_compare:
         return None
@@ -191,7 +194,7 @@ def _linearity_failure(problem: Problem, linearity: LinearityTest, settings: Set
 
 
 class ForwardComparison:
-    """The Jacobians by forward-mode AD against the numerical ones, and the linearity of the jvp."""
+    """Compares the Jacobians by forward-mode AD with the numerical ones, and tests that the jvp is linear."""
 
     def __init__(self, problem: Problem, plan: Plan, settings: Settings, findings: Findings) -> None:
         self._problem = problem
@@ -203,7 +206,7 @@ class ForwardComparison:
         self._domains_match = True
 
     def add(self, first: int, columns: Tensor) -> None:
-        """Adds the numerical columns from `first` on, shape (count, m): one evaluation each."""
+        """Compares the numerical columns from `first` on, shape (count, m), with JVPs: one evaluation each."""
         tangents, domains_match = self._problem.tangent_columns(first, columns.shape[0])
         self._domains_match &= domains_match
         for block in dense.tangent_blocks(self._problem, first, columns, tangents):
@@ -217,7 +220,7 @@ class ForwardComparison:
             self._linearity.add(block)
 
     def failure(self) -> Failure | None:
-        """The verdict, after all columns were added."""
+        """The failure, if any, after all columns were added."""
         if self._settings.check_grad_dtypes and not self._domains_match:
             return Failure("tangent dtype", mode="forward")
         for key in sorted(self._pairs):

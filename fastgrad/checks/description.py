@@ -1,4 +1,4 @@
-"""The description in a report of the checked function, the versions and the device."""
+"""Describes the checked function, the versions and the device for a report."""
 
 from __future__ import annotations
 

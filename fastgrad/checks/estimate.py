@@ -17,13 +17,13 @@ from fastgrad.report.settings import Settings
 def estimated_seconds(func: Callable[..., Any], inputs: Any, settings: Settings) -> float:
     """Seconds that a check would take: the calls of its engine, times the measured time per call.
 
-    For an exact check the calls are those of the dense engine; a pattern may need fewer.
+    For an exact check, the calls are those of the dense engine; with a sparsity pattern, there may be fewer.
     """
     with Problem(func, as_tuple(inputs), settings.masked) as problem:
         if not problem.m or not problem.n:
             return problem.seconds
         look = first_look(problem, settings)
-        look = replace(look, seconds=max(look.seconds, look.measured))  # measured time: no engine is chosen by it
+        look = replace(look, seconds=max(look.seconds, look.measured))  # it may be measured, as it chooses no engine
         if sketches(problem, settings):
             return problem.seconds + cost_model.COSTS.sketch_seconds + cost_model.COSTS.sketch_calls * look.seconds
         return problem.seconds + dense_seconds(problem, look.seconds)

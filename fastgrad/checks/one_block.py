@@ -24,12 +24,13 @@ from fastgrad.verdict.linearity import linear_backward, linearity_cotangents
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 FEWEST_VECTORIZED, FEWEST_VECTORIZED_ON_DEVICES = 12, 6
-"""Least number of rows for which one vectorized VJP takes less time than as many single ones. On the CPU, single VJPs
-call the nodes of a small graph, and the number is between 12 (a graph of five nodes) and more than 60 (one node),
-measured with sin, softmax, layer norm and a chain of five operators."""
+"""Least number of rows for which one vectorized VJP takes less time than single VJPs: on the CPU, and on other devices.
+On the CPU, single VJPs call the nodes of a small graph directly. There, the number is between 12 (for five nodes) and
+more than 60 (for one node), as measured with sin, softmax, layer norm and a chain of five operators."""
 
 SHARED_SECONDS = 0.1
-"""Least seconds for which the rows of a small problem are shared among ranks; below, rank 0 runs them in one call."""
+"""Least seconds of evaluations, one per row, for which ranks share the rows of a small problem. If they take less,
+rank 0 runs all rows in one call."""
 
 
 def is_small(problem: Problem, settings: Settings) -> bool:
@@ -78,7 +79,10 @@ def runs_single_rows(problem: Problem | SmallProblem) -> bool:
 
 
 def take_calls(problem: Problem, backward: WholeBackward, calls: RepeatedCalls) -> None:
-    """Lets calls of a whole backward be repeated later, if they are consistent; otherwise runs them now."""
+    """Passes VJPs of a whole backward to `calls`, to be repeated later.
+
+    If rows were vectorized, or are not consistent with the products, runs the first VJPs of `calls` now instead.
+    """
     if runs_single_rows(problem) and backward.add_up and not backward.movement:
         calls.take(jacobian(problem, backward), backward.products)
     else:
@@ -88,7 +92,7 @@ def take_calls(problem: Problem, backward: WholeBackward, calls: RepeatedCalls) 
 def product_at_hand(
     problem: Problem | SmallProblem, settings: Settings, backward: WholeBackward
 ) -> tuple[Tensor, Tensor, int]:
-    """Cotangents, their VJPs, and the row of one that is contiguous."""
+    """Cotangents, shape (count, m), their VJPs, shape (count, n), and the number of one that is contiguous."""
     cotangents = _cotangents(problem.m, settings.seed, problem.device)
     if problem.m > 1:
         return cotangents, backward.products, GRAD_OUTPUT_KINDS.index(HALVED)
@@ -112,7 +116,8 @@ def same_afterwards(
 def same_on_first_graph(problem: Problem, settings: Settings, cotangents: Tensor, gradients: Tensor, row: int) -> bool:
     """Whether the first graph still gives the same gradient; arguments: as in `same_afterwards`.
 
-    torch's checker also runs backward on its first graph, after other evaluations, which may write into what it saved.
+    torch's checker also runs backward on its first graph after other evaluations, which may overwrite what this graph
+    saved.
     """
     again = problem.vjp_of_first_graph(cotangents[row][None])[0]
     return _are_near(settings, cotangents[row], again, gradients[row])
@@ -125,10 +130,10 @@ def _are_near(settings: Settings, cotangent: Tensor, again: Tensor, known: Tenso
 
 
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:
-    """The rows, if they were run as in the dense engine.
+    """The rows, if they were run as in the dense engine; otherwise empty.
 
-    Empty if vectorized rows were used, because they may be the cause of a failure. Also empty if they were planned,
-    because then no row was run twice.
+    Empty if the rows were vectorized, because this may be the cause of a failure; and if they were to be vectorized,
+    because no row was then run twice.
     """
     usual = all(part.repeated.shape[0] == min(part.rows.shape[0], REPEATED_ROWS) for part in backward.parts)
     return backward.parts if usual else ()
@@ -144,7 +149,7 @@ def jacobian(problem: Problem | SmallBackward, backward: WholeBackward) -> Tenso
 
 @phase("comparison")
 def agrees(problem: Problem, settings: Settings, backward: WholeBackward, columns: Tensor, findings: Findings) -> bool:
-    """Whether all entries agree, and the properties of the rows are right too: then no part remains to be judged.
+    """Whether all entries agree and the properties of the rows are right, so that no part remains to be judged.
 
     columns: all of the numerical Jacobian, float64, shape (n, m).
     """

@@ -62,7 +62,7 @@ def check(
 
 
 def verdict(func: Callable[..., Any], inputs: Any, settings: Settings, explain: bool) -> Report | None:
-    """As `check`, but None if a small check passes: making its report takes a fifth of the smallest checks' time."""
+    """As `check`, but None if a small check passes: a report would take a fifth of the time of the smallest checks."""
     found = _checked(func, inputs, settings, (), explain, None, time.perf_counter())
     return found if isinstance(found, Report) else None
 
@@ -89,7 +89,7 @@ def _checked(
 
 
 def full_precision(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:
-    """A context without TF32 and the like, if CUDA's libraries may be in use; it yields notes for the report."""
+    """A context without TF32 and similar modes, if CUDA's libraries may be in use; yields notes for the report."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext([])
     checked = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]

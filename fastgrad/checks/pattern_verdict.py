@@ -72,7 +72,7 @@ class _Entries:
             self._measure_wrong_replays_again("they do not add up to the values of single evaluations")
 
     def _entries(self, plan: Plan | None = None) -> Tensor:
-        """The entries as the plan, by default the present one, computes them."""
+        """The numerical entries as a plan, by default the current one, computes them: float64, shape (nnz,)."""
         return compressed.numerical_entries(self._problem, plan or self.plan, self._compression, self._settings.eps)
 
     def _measure(self) -> None:
@@ -86,7 +86,7 @@ class _Entries:
         return self.of_func.values
 
     def _measure_one_by_one(self, why: str) -> None:
-        """Measures by single evaluations instead of replays."""
+        """Measures the entries by one evaluation at a time instead of replays."""
         self.plan = replace(self.plan, replayed=False, reason=f"{self.plan.reason}; no replays: {why}")
         self._measure()
 
@@ -97,7 +97,7 @@ class _Entries:
             self._problem.irreproducible.append("in replays")
 
     def repeat_differences(self) -> None:
-        """Measures the column groups of a rejected pattern again, and records if func now gives different values."""
+        """Measures the column groups of a rejected pattern again, and records if func now gives other values."""
         now = checksum(self._entries())
         # If the two repeats differ, func rounds differently in each run.
         if now != self._measured and now == checksum(self._entries()):
@@ -109,24 +109,24 @@ class _Entries:
             self.repeat_differences()
 
     def _differs(self) -> bool:
-        """Whether any entry of the pattern may differ by the allclose rule."""
+        """Whether any entry in the pattern may differ by the allclose rule."""
         settings = self._settings
         entries = self._of_backward.values.unsqueeze(0), self.numerical.unsqueeze(0)
         domains = {block.is_complex for block in self._problem.inputs}
-        # If some entries are complex and some real, coordinates are compared: a complex entry is close if both of its
-        # coordinates are within 2^-1/2 of the tolerance.
+        # If some entries are complex and some real, coordinates are compared: a complex entry is close if the error of
+        # each of its coordinates is at most 2^-1/2 times the tolerance.
         share = 1.0 if len(domains) == 1 else 2**-0.5
         tolerances = settings.atol * share, settings.rtol * share
         self._statistics = ops.compare(*entries, *tolerances, domains == {True}, False).tolist()
         return bool(self._statistics[0])
 
     def _confirmed_mismatch(self, may_be_sums: bool = False) -> Failure | None:
-        """The failure of entries that differ; None if they differ only by added entries from outside of the pattern.
+        """The failure of entries that differ; None if they differ only by added entries from outside the pattern.
 
-        An analytical entry is added to another one in its column, a numerical entry to another one in its row.
-        The worst rows are computed separately and, if entries still differ, so are their columns. If this changes
-        entries, other entries may also be sums. Then only an entry that was computed alone is reported. may_be_sums:
-        whether the pattern is already known to lack entries.
+        An analytical entry outside the pattern is added to another one in its column, a numerical entry to another one
+        in its row. The worst rows are computed separately and, if entries still differ, so are their columns. If this
+        changes entries, other entries may also be sums. In this case, only an entry that was computed separately is
+        reported. may_be_sums: whether the pattern is already known to lack entries.
         """
         rows, columns, excluded = self._compression.rows, self._compression.columns, self._compression.excluded_rows
         excess = self._excesses(slice(None))
@@ -163,15 +163,15 @@ class _Entries:
         return None
 
     def _excesses(self, entries: Tensor | slice) -> Tensor:
-        """|analytical - numerical| over the allowed error, coordinate by coordinate."""
+        """|analytical - numerical| divided by the allowed error, coordinate by coordinate: shape (entries,)."""
         numerical = self.numerical[entries]
         atol, rtol = tolerances(self._problem, self._settings, self._compression.columns[entries])
         return (self._of_backward.values[entries] - numerical).abs() / (atol + rtol * numerical.abs())
 
     def _mismatch(self) -> Failure | None:
-        """The failure of the first wrong entry of the pattern by the allclose rule, in torch's order of comparison."""
+        """The failure of the first pair with an entry that is wrong by the allclose rule, in torch's order."""
         problem = self._problem
-        self.findings = Findings()  # entries outside of the pattern may have been added to entries on it before
+        self.findings = Findings()  # earlier findings may count entries outside the pattern that were added to others
         for output, part in row_parts(problem.outputs):
             for block in problem.inputs:
                 values, own = self._of_backward.values, self._settings.of(block.index)
@@ -184,7 +184,7 @@ class _Entries:
 
     def _record_pairs(self) -> None:
         if self.findings.pairs:
-            return  # some entries differed at eps, and all were compared one pair at a time
+            return  # some entries differed at eps, so all pairs were compared one by one
         values = self._of_backward.values, self.numerical
         for pair in _agreeing_pairs(self._problem, self._settings, self._compression, values, self._statistics):
             self.findings.add_pair(pair.pair("all", agrees=True))
@@ -194,16 +194,16 @@ class PatternVerdict(_Entries):
     """The verdict that one pattern leads to."""
 
     def is_certified(self, values: Tensor) -> bool:
-        """Whether sums of analytical entries equal VJPs and, for a custom backward, the entries equal single rows."""
+        """Whether sums of the entries equal VJPs and, for a custom backward, two rows that are run separately agree."""
         certificate, rows = self._certificate_of(values, self._calls), (0, self._problem.m - 1)
         return certificate.explains_products() and (not self._problem.is_custom or certificate.explains_rows(rows))
 
     def by_columns(self) -> tuple[bool, Failure | Incomplete | None]:
-        """Whether differentiating the backward gives columns that are verified; and the result, as from `by_rows`."""
+        """Whether columns from differentiating the backward are verified and, if so, the result as from `by_rows`."""
         problem = self._problem
-        problem.graph()  # an exception of func does not concern its backward
+        problem.graph()  # recorded here, so that an exception of func is not taken for one of its backward
         values = unless_refused(partial(compressed.linear_entries, problem, self._compression))
-        if values is None:  # it cannot be differentiated
+        if values is None:  # the backward cannot be differentiated
             return False, None
         self._of_backward = self._certificate_of(values, self._calls)
         if not unless_refused(self._of_backward.explains_products):  # backward may raise for some layout
@@ -214,16 +214,16 @@ class PatternVerdict(_Entries):
         return True, failure or self._judged(None)
 
     def by_rows(self) -> Failure | Incomplete | None:
-        """A failure, or what the pattern lacks, or nothing."""
+        """Compares and certifies entries from VJPs of row groups: a failure, what the pattern lacks, or None."""
         problem, compression = self._problem, self._compression
-        problem.graph()  # an exception of func does not concern its backward
+        problem.graph()  # recorded here, so that an exception of func is not taken for one of its backward
         try:
             values, matches = compressed.analytical_entries(problem, compression)
         except Exception as error:
             raise_unless_of_func(error)
             try:
                 compressed.analytical_entries(problem, compression, repeat=False)
-            except Exception as another:  # single rows may not raise
+            except Exception as another:  # the backward may accept only one-hot grad_outputs
                 raise_unless_of_func(another)
                 return incomplete([], refuted=True)
             return raised_for("a constant grad_output, or for a larger one", error)
@@ -246,7 +246,7 @@ class PatternVerdict(_Entries):
                     repeat = self.of_func.row_failure(first, self._of_backward.row_alone(first)) or repeat
                 own = self._settings.loosest()
                 if repeat is None and not match.movement <= own.atol + own.rtol * largest(values):
-                    repeat = failure("nondeterministic")  # it did not recur
+                    repeat = failure("nondeterministic")  # the difference did not recur
         if repeat is not None and repeat.kind == "nondeterministic":
             return repeat
         return self._judged(repeat)
@@ -254,8 +254,8 @@ class PatternVerdict(_Entries):
     def moved(self) -> Failure | None:
         """The failure if row groups of a rejected pattern give other values when they run again, also on a new graph.
 
-        A group that is wrong only once makes a right pattern look wrong, and so does a graph that func recorded wrongly
-        once. The next pattern has other groups and a new graph, which may not show the error.
+        If a group is wrong only once, or func records a wrong graph once, a right pattern looks wrong. The next pattern
+        has other groups and a new graph, which may not show the error.
         """
         on_same_graph = self._problem.is_custom and self._groups_move()
         self._problem.forget_graph()
@@ -266,7 +266,7 @@ class PatternVerdict(_Entries):
         if before is None:
             return False
         again, _ = compressed.analytical_entries(self._problem, self._compression, repeat=False)
-        # Values may differ by rtol of the largest one. Values that are not finite must be the same again.
+        # Values may differ by rtol times the largest one. Values that are not finite must recur.
         own = self._settings.loosest()
         allowed = own.atol + self._settings.nondet_tol * self._problem.m
         allowed += own.rtol * largest(before.nan_to_num(0.0, 0.0, 0.0))
@@ -286,7 +286,7 @@ class PatternVerdict(_Entries):
             return repeat
         found = self._certified()
         if found is None:
-            # Some entries changed when they were measured alone, although no entry outside of the pattern was added.
+            # Entries may have changed when they were measured separately, although none outside the pattern was found.
             now = self._of_backward.values, self.numerical
             change = max([self._of_backward.changed_by, *map(largest_change, measured, now)])
             if not change <= self._settings.atol / 4:
@@ -296,7 +296,7 @@ class PatternVerdict(_Entries):
         return found or (self._mismatch() if differs else None)
 
     def hidden(self) -> float:
-        """The size up to which errors may be hidden in a check that passed; 0 if it is too small to matter."""
+        """The size up to which errors may be hidden in a check that passed; 0 if this size is too small to matter."""
         bound = max(self.of_func.bound, self._of_backward.bound)
         return bound if bound > self.of_func.asked else 0.0
 
@@ -305,7 +305,10 @@ class PatternVerdict(_Entries):
         return AnalyticalCertificate(self._problem, self._settings, self._compression, values, row_failure, calls)
 
     def _certified(self) -> Failure | Incomplete | None:
-        """Certifies that nothing lies outside of the pattern, and that the backward is linear."""
+        """Certifies that no entry lies outside the pattern, and that the backward is linear.
+
+        Returns a failure or what the pattern lacks; None if everything is certified.
+        """
         of_func, of_backward = self.of_func, self._of_backward
         certifications: tuple[Callable[[], Failure | Incomplete], ...] = (
             lambda: of_func.follow(self.numerical_suspects, of_backward.row_alone),
@@ -318,7 +321,7 @@ class PatternVerdict(_Entries):
         unexplained: float | None = None
         for certify in certifications:
             if unexplained is not None and certify == self._certify_func:
-                continue  # func is not explained already
+                continue  # another result is already unexplained: this test cannot certify the pattern
             found = certify()
             if isinstance(found, Failure) or found.refuted:
                 return found
@@ -331,7 +334,7 @@ class PatternVerdict(_Entries):
         return None if unexplained is None else incomplete([], unexplained=unexplained)
 
     def _certify_func(self) -> Failure | Incomplete:
-        """Compares derivatives of outputs with the analytical entries, which products have confirmed before."""
+        """Compares derivatives of outputs with the analytical entries, which VJPs have already confirmed."""
         rows = self.of_func.certify(self._of_backward.values, self._of_backward.row_alone)
         if rows is None:
             return incomplete([], refuted=True)
@@ -340,7 +343,7 @@ class PatternVerdict(_Entries):
         return self.of_func.follow(rows, self._of_backward.row_alone)
 
     def undecided(self, unexplained: float) -> Failure | None:
-        """The failure of a wrong entry on the pattern; otherwise records the comparison, without certificates."""
+        """The failure of a wrong entry in the pattern; otherwise records the comparison, without certificates."""
         failure = self._mismatch() if self._differs() else None
         self.findings.note_undecided(unexplained)
         if failure is None:
@@ -353,16 +356,17 @@ class PatternVerdict(_Entries):
         return forward_verdict(self._problem, self._settings, plan, *entries, self.findings)
 
     def record(self) -> None:
-        """For a check that passed: what was compared, and what the certificates cover."""
+        """Records, for a check that passed, what was compared and what the certificates cover."""
         self.findings.certificates += [self.of_func.certificate(), self._of_backward.certificate()]
         if self.hidden():
             self.findings.note_undecided(self.hidden())
         self._record_pairs()
 
     def _beside_other_entries(self, failure: Failure) -> Failure | Incomplete:
-        """The failure to report, given a mismatch on the pattern; or what the pattern lacks.
+        """The failure to report, given a mismatch in the pattern; or what the pattern lacks.
 
-        If the pattern lacks entries, only an entry that was computed alone is reported, or a larger error elsewhere.
+        If the pattern lacks entries, only an entry that was computed separately is reported, or a larger error outside
+        the pattern.
         """
         elsewhere = self._certificate_of(self._of_backward.values, None).certify(self.of_func.asked)
         lacks_entries = bool(self.numerical_suspects) or isinstance(elsewhere, Failure)
@@ -379,7 +383,7 @@ class PatternVerdict(_Entries):
 
 
 def _were_wrong_once(before: Tensor, replay: Callable[[], Tensor], single: Tensor, atol: float) -> bool:
-    """Whether replayed entries were wrong once: a second replay gives the same entries as single evaluations."""
+    """Whether replayed entries were wrong once, and a second replay gives the same entries as single evaluations."""
     if not differ(before[None], single[None], atol, False):
         return False  # replays only round differently
     try:
@@ -395,7 +399,7 @@ def _agreeing_pairs(
     values: tuple[Tensor, Tensor],
     statistics: list[float],
 ) -> Iterator[PairComparison]:
-    """The comparison of each output and input where all entries agree.
+    """Yields the comparison of each output and input, all of whose entries agree.
 
     values: the analytical and the numerical entries; statistics: of their comparison.
     """
@@ -420,10 +424,10 @@ def _agreeing_pairs(
 def _with_entries_elsewhere(
     problem: Problem, findings: Findings, failure: Failure, elsewhere: Failure | Incomplete, lacks_entries: bool
 ) -> Failure:
-    """The mismatch on the pattern, or a larger one outside of it; the message says "at least" if there may be more.
+    """The mismatch in the pattern, or a larger one outside it; the message says "at least" if there may be more.
 
-    elsewhere: what the certificate of the backward found outside of the pattern; lacks_entries: whether the pattern
-    lacks nonzero entries.
+    elsewhere: what the certificate of the backward found outside the pattern; lacks_entries: whether the pattern lacks
+    nonzero entries.
     """
     comparison = failure.comparison
     if comparison is None:

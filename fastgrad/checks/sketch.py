@@ -54,7 +54,7 @@ MOST_ENTRIES = 8
 """Largest number of wrong entries to look for."""
 
 MOST_SUSPECTS = 8
-"""If this many outputs look wrong in a sum but prove to be right, another step size is tried."""
+"""Largest number of outputs to examine that look wrong in a sum but prove to be right, before another step size."""
 
 MOST_SINGLE = 4
 """Largest number of outputs to examine one by one, if they could not be verified at any step size."""
@@ -71,11 +71,11 @@ class Screening:
     undecided
         The largest error that may be hidden, if the verdict is undecided; otherwise None.
     raised
-        What backward raised for a one-hot grad_output.
+        The exception that backward raised for a one-hot grad_output.
     certificates
         The certificates, if nothing was found and nothing is undecided.
     bound
-        Errors of single entries are found from this size on, in inputs with the smallest atol. It may exceed the
+        The size from which errors of single entries are found, in inputs with the smallest atol. It may exceed the
         tolerance of a small entry that is next to larger ones.
     """
 
@@ -90,13 +90,13 @@ class Screening:
 def screen(
     problem: Problem, settings: Settings, rows: Tensor | None = None, columns: Tensor | None = None
 ) -> Screening:
-    """The verdict on all Jacobians in reverse mode, from a number of evaluations that does not grow with them.
+    """The verdict on all Jacobians in reverse mode, from a number of evaluations that does not depend on their size.
 
     An output counts as verified if the noise of its differences is within its tolerance. All other outputs are tried
     again at other steps, then one by one.
 
-    rows, columns: masks of the rows and columns to check, shapes (m,) and (n,); None: all. For selected rows, the step
-    with the smallest bound is looked for.
+    rows, columns: masks of the rows and columns to check, shapes (m,) and (n,); None: all. For selected rows, up to
+    SMALL_BOUND_STEPS step sizes are tried, until the bound is small.
     """
     return _Screen(problem, settings, rows, columns).run()
 
@@ -113,12 +113,12 @@ class _Screen:
         self._fixed = None if columns is None else ~columns
         self._eps = settings.eps
         self._attempt = 0
-        self._extrapolated = 1  # the fewest evaluations: they usually decide if all is well
+        self._extrapolated = 1  # the fewest evaluations: usually enough if nothing is wrong
         self._first: Differences | None = None
-        self._tentative: Differences | None = None  # those that looked wrong, before better ones were measured
+        self._tentative: Differences | None = None  # those for which a sum looked wrong, before better differences
         self._earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
-        self._doubted: dict[int, float] = {}  # outputs as in _Search, and their smallest error
-        self._suspected = 0.0  # the largest error that sums suggested and single entries did not confirm
+        self._doubted: dict[int, float] = {}  # as `_Search.doubtful`, with the smallest error over the step sizes
+        self._suspected = 0.0  # the largest error that sums suggested but single entries did not confirm
         self._bound = settings.atol
         self._smallest_bound = math.inf
         self._unresolved = 0.0
@@ -126,7 +126,7 @@ class _Screen:
         self._hidden = torch.where(self._pending, math.inf, 0.0).to(torch.float64)
 
     def run(self) -> Screening:
-        """The verdict, after MOST_STEPS step sizes at most."""
+        """The verdict, after at most MOST_STEPS step sizes."""
         while self._attempt < MOST_STEPS:
             differences = self._differences(self._count, self._extrapolated)
             self._first = self._first or differences
@@ -144,7 +144,7 @@ class _Screen:
         return self._undecided(max(self._suspected, self._unresolved, unresolved)) if failure is None else failure
 
     def _differences(self, count: int, extrapolated: int) -> Differences:
-        """Differences along the first directions at this step size."""
+        """Differences along the first `count` directions at this step size."""
         arguments = self._problem, self._settings, self._base, self._eps, count, self._attempt
         return directional_differences(*arguments, extrapolated=extrapolated, fixed=self._fixed)
 
@@ -191,7 +191,7 @@ class _Screen:
         return self._verify(differences, search, sketch, weight, all_count)
 
     def _note_hidden(self, search: _Search, sketch: Sketch, weight: Tensor) -> None:
-        """Notes the size from which an error of one entry of each output shows in these sums."""
+        """Notes, for each output, the size from which an error of one of its entries shows in these sums."""
         worst = sketch.worst()
         beyond = 1.0 if worst is None else excess(*(of[worst[0]][worst[1]] for of in (sketch.values, sketch.allowed)))
         hidden = torch.where(weight > 0, (self._settings.atol + 4 * sketch.allowance) * beyond / weight, math.inf)
@@ -204,7 +204,7 @@ class _Screen:
         return Screening(undecided=self._settings.of_entries(max(size, float(self._hidden.amax()))))
 
     def _known(self, weight: Tensor) -> Mapping[int, Tensor]:
-        """VJPs of the same cotangents in an earlier sketch, by their numbers."""
+        """VJPs of the same cotangents in an earlier sketch; keys: numbers of cotangents."""
         if self._earlier is None or self._attempt or not torch.equal(self._earlier[0], weight):
             return {}
         return self._earlier[1]
@@ -243,7 +243,8 @@ class _Screen:
         verified = (hidden <= settings.allowed(differences.size())) & hidden.isfinite()
         verified[[*search.doubtful]] = False
         for row, size in self._doubted.items():
-            if float(hidden[row]) > size:  # this step size does not resolve what was seen at another one
+            # At this step size, an error of the size seen at another step would be hidden.
+            if float(hidden[row]) > size:
                 verified[row] = False
         self._bound = max(self._bound, float(hidden.masked_fill_(~verified, 0.0).amax()))
         if bool((self._pending & ~verified).any()):
@@ -252,13 +253,13 @@ class _Screen:
         self._smallest_bound = min(self._smallest_bound, self._bound)
         if not self._selected or self._bound <= SMALL_BOUND * settings.atol or self._attempt + 1 >= SMALL_BOUND_STEPS:
             return self._verified(self._smallest_bound)
-        # Check all rows again at a larger step, where rounding matters less (and curvature possibly more).
+        # All rows are checked again at a larger step, where rounding matters less (and curvature perhaps more).
         self._bound, self._extrapolated = settings.atol, self._count
         self._eps, self._attempt = self._eps * LARGER, self._attempt + 1
         return None
 
     def _at_next_step(self, differences: Differences) -> Screening | None:
-        """Goes on to another step size; leaves a small problem to the exact engine, which costs no more than that."""
+        """Goes on to another step size, or leaves a small problem to the exact engine, which costs no more."""
         problem = self._problem
         measure = partial(self._differences, extrapolated=self._extrapolated)
         if self._attempt == 0 and noise_moves(problem, self._settings, self._base, differences, measure):
@@ -280,7 +281,7 @@ def noise_moves(
     differences: Differences,
     measure: Callable[[int], Differences],
 ) -> bool:
-    """As `func_moves`, for differences that are too noisy in every output, shape (m,)."""
+    """As `func_moves`, where no repeated differences count as quiet; base: the outputs at x, shape (m,)."""
     return func_moves(
         settings,
         differences.rounding * base.abs(),
@@ -292,9 +293,9 @@ def noise_moves(
 
 
 def verified(settings: Settings, bound: float, unresolved: float = 0.0) -> Screening:
-    """The result if no sum is flagged.
+    """The result if no sum looks wrong.
 
-    bound: the size of an error that the sums show; unresolved: the possible error of an entry that no step settled.
+    bound: the size of an error that the sums show; unresolved: the possible error of an entry that no step resolved.
     """
     if unresolved:
         return Screening(undecided=settings.of_entries(max(bound, unresolved)))
@@ -316,7 +317,7 @@ def _sketch_certificates(size: str, bound: float, cancelling: float, confidence:
 
 
 def _noise(problem: Problem, settings: Settings, differences: Differences) -> tuple[Tensor, float]:
-    """Noise of each output's differences plus rounding of gradients of that size: shape (m,), and its norm."""
+    """Noise of each output's differences, shape (m,), plus rounding of gradients if it matters; and the 2-norm."""
     rounding = ROUNDING * problem.unit_roundoff
     if rounding * differences.largest * problem.m**0.5 <= settings.atol / (4 * NOISE_SHARE):
         return differences.noise, differences.noise_norm
@@ -325,7 +326,7 @@ def _noise(problem: Problem, settings: Settings, differences: Differences) -> tu
 
 
 def _one_hot(problem: Problem, settings: Settings, search: _Search, differences: Differences) -> Failure | None:
-    """The failure for one-hot grad_outputs of each output: of the backward in itself, or compared with differences."""
+    """The failure for one-hot grad_outputs of each output: of `one_hot_rows`, or of a comparison with differences."""
     failure, rows = one_hot_rows(problem, settings)
     for row, gradient in rows.items() if failure is None else ():
         error = differences.derivatives[:, row] - differences.directions @ gradient
@@ -354,9 +355,9 @@ def next_step(settings: Settings, differences: Differences, base: Tensor, pendin
 def _one_by_one(
     problem: Problem, settings: Settings, differences: Differences, pending: Tensor, hidden: Tensor
 ) -> tuple[Screening | None, float]:
-    """Examines a few outputs that no step size verified: the failure, or what may be wrong in an entry of theirs.
+    """Examines a few outputs that no step size verified: the failure, if any, and the unresolved error of an entry.
 
-    hidden: per output, the size of an error that sums may hide; it becomes smaller for the outputs that are examined.
+    hidden: per output, the size of an error that sums may hide, shape (m,); reduced for outputs that prove to be right.
     """
     search = _Search(problem, settings, differences)
     for row in pending.nonzero().reshape(-1)[:MOST_SINGLE].tolist():
@@ -382,7 +383,8 @@ def _row_by_row(
 
     This runs one VJP after the other. A tentative sketch ends with the first cotangent for which something looks wrong.
 
-    repeat: whether one of them is run several times. earlier: VJPs of the same cotangents, by their numbers.
+    repeat: whether the first VJP uses the first graph, and another one is run several times. earlier: VJPs of the same
+    cotangents; keys: numbers of cotangents.
     """
     sketch = Sketch()
     for number, cotangent in enumerate(rows):
@@ -403,7 +405,7 @@ def _row_by_row(
             return sketch, failure
         looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
         if problem.n <= MOST_AT_ONCE or looks_wrong:
-            sketch.gradients[number] = gradient  # run again before weights change
+            sketch.gradients[number] = gradient  # kept: compared with a rerun before the weights change
         if looks_wrong and not tentative and cotangent.layout != Layout.CONTIGUOUS:
             failure, _ = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
             if failure is not None:
@@ -422,7 +424,7 @@ def _row_by_row(
 def _repeat_failure(
     problem: Problem, settings: Settings, vector: Tensor, gradient: Tensor, repeats: Iterable[Tensor]
 ) -> Failure | None:
-    """The failure if a VJP differs when it is run again or scaled, or is not the sum of those for each output alone."""
+    """The failure if a VJP differs when run again or scaled, or is not the sum of the VJPs of single outputs."""
     failure = separate_failure(problem, settings, vector, gradient)
     tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
     moved = [again for again in repeats if not torch.equal(again, gradient)]
@@ -434,7 +436,7 @@ def _repeat_failure(
 def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
     """Whether a VJP on another graph differs from an earlier one of the same cotangent by more than atol.
 
-    Not tested if nondet_tol allows differences.
+    False if nondet_tol allows differences.
     """
     atol = min(own.atol for own in settings.inputs or (settings,))
     return not settings.nondet_tol and differ(gradient[None], earlier[None], atol, False)
@@ -452,7 +454,7 @@ class _Search:
         self.nonlinear = 0.0  # the error that a backward may hide because it is linear only within its tolerance
 
     def run(self, sketch: Sketch) -> Failure | None:
-        """The confirmed entries, up to MOST_ENTRIES; subtracts their contributions from the sketch."""
+        """The failure of the confirmed entries, at most MOST_ENTRIES; subtracts what was examined from the sketch."""
         found: list[Found] = []
         suspects = 0
         while len(found) < MOST_ENTRIES and suspects < MOST_SUSPECTS:
@@ -487,7 +489,7 @@ class _Search:
         """The failure if backward is not linear; notes an error within the tolerance if it explains the value."""
         vector = cotangent.vector()
         gradient = self._problem.vjp(vector.unsqueeze(0))[0]
-        # A cotangent with zeros is split into a dense part and the rest, because two halves would have the same error.
+        # A cotangent with zeros is split into a dense part and the rest: two halves would have the same error again.
         part = dense.vector() if cotangent.scale != 1.0 else None
         failure, error = linearity_failure(self._problem, self._settings, vector, gradient, cotangent.kind, part)
         along = abs(float(error @ self._differences.directions[k]))
@@ -511,7 +513,7 @@ class _Search:
         return self._differences.derivatives[:, row] - self._differences.directions @ gradient, gradient
 
     def look_into(self, row: int, k: int = 0, found: list[Found] | None = None) -> Found | None:
-        """The entry behind a row's residual, measured separately; None if there is no residual or no entry."""
+        """The entry behind a row's residual, measured separately; None if the residual is at most atol / 4."""
         found = [entry for entry in found or [] if entry.row == row]
         error, gradient = self._row_error(row)
         u = self._differences.directions[k]
@@ -548,7 +550,7 @@ def screen_constant(problem: Problem, settings: Settings) -> Screening:
             if value:
                 output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
                 return Screening(Failure.at("nonzero numerical gradient", output, block, detail=f"{value:.6g}"))
-            break  # a joint step across a jump
+            break  # only the joint step changed the output, for example across a jump: try smaller steps
         else:
             method = f"{sketch_size(settings.confidence)} random directions, bit by bit"
             return Screening(certificates=(Certificate("func does not depend on its inputs", method, 0.0),))

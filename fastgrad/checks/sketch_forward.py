@@ -26,8 +26,9 @@ from fastgrad.verdict.repeated_rows import ALONG_DIRECTION, nondeterministic_fun
 from fastgrad.verdict.tangents import combined_tangents, repeated_tangents_failure, sums_certificate
 
 SMALLEST_SHARE = 1 / 8
-"""If an entry is wrong for tangents of one sign, the sum of JVPs that must be zero contains at least this share of its
-error: components are in [0.5, 1.5), and the second direction counts -4 times as much as the first."""
+"""If an entry is wrong for tangents of one sign, the sum of JVPs that must be zero contains at least this share of the
+error: magnitudes of components are in [0.5, 1.5), and the factor of the second direction is -4 times that of the first.
+"""
 
 
 @phase("forward-mode screen")
@@ -39,8 +40,8 @@ def screen_forward(problem: Problem, settings: Settings) -> Screening:
 class _ForwardScreen:
     """Compares products at one step size after another, until all outputs are verified or something is wrong.
 
-    If an output disagrees at one step size but no wrong entry is found, the joint step may cross a kink. Another step
-    size verifies this output only if it resolves an error of the size that was seen.
+    If an output disagrees at one step size, but no wrong entry is found, the joint step may cross a kink. Another step
+    size then verifies this output only if it would reveal an error of the size that was seen.
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
@@ -48,18 +49,18 @@ class _ForwardScreen:
         self._count = sketch_size(settings.confidence)
         self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
         self._suspected = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
-        # For each output, the smallest error that may be hidden, over all step sizes.
+        # For each output, the size up to which errors may be hidden at the best step size so far.
         self._hidden = torch.full_like(self._suspected, torch.inf)
         self._bound = settings.atol
         self._unresolved = 0.0
-        self._nonlinear = 0.0  # the error that a jvp that is not linear may hide
+        self._nonlinear = 0.0  # the error that may be hidden because jvp is linear only within its tolerance
 
     def run(self) -> Screening:
-        """The verdict, after MOST_STEPS step sizes at most."""
+        """The verdict, after at most MOST_STEPS step sizes."""
         problem, settings = self._problem, self._settings
         base, eps = problem.base(), settings.eps
         for attempt in range(MOST_STEPS):
-            # First the fewest evaluations: they usually decide if all is well.
+            # First the fewest evaluations: usually enough if nothing is wrong.
             extrapolated = self._count if attempt else 1
             measure = partial(directional_differences, problem, settings, base, eps, attempt=attempt)
             differences = measure(self._count, extrapolated=extrapolated)
@@ -76,7 +77,7 @@ class _ForwardScreen:
                     problem, settings, differences.directions, [-1] * self._count, tangents
                 )
                 repeat = partial(measure, self._count, extrapolated=1)
-                tentative, extrapolated = differences, self._count  # these can prove that something is wrong
+                tentative, extrapolated = differences, self._count  # enough evaluations to show that something is wrong
                 differences = measure(self._count, extrapolated=extrapolated)
                 if contradicts(settings, base, tentative, differences, repeat):
                     failure = failure or nondeterministic_func(problem.outputs[0], ALONG_DIRECTION)
@@ -116,7 +117,7 @@ class _ForwardScreen:
         return self._settings.atol / 4 + 4 * differences.noise + rounding
 
     def _excess(self, differences: Differences, tangents: Tensor) -> Tensor:
-        """Errors of J u relative to the allowed ones, zero for outputs that are verified: shape (count, m)."""
+        """Errors of J u divided by the allowed errors, zero for outputs that are verified: shape (count, m)."""
         errors = (tangents - differences.derivatives).abs() / self._allowed(differences, tangents)
         return torch.where(self._pending, errors.nan_to_num(torch.inf), 0.0)
 
@@ -134,13 +135,13 @@ class _ForwardScreen:
             if failure is not None:
                 return failure
             self._unresolved = max(self._unresolved, found.unresolved)
-        # The components of a direction are at least 1/2 in magnitude. Noise is the error of its difference.
+        # The components of a direction are at least 1/2 in magnitude. The difference along it has an error of `noise`.
         resolution = 2 * (self._allowed(differences, tangents) + differences.noise).amax(0)
         self._verify(differences, excess, errors.abs().nan_to_num(torch.inf), resolution)
         return None
 
     def _verify(self, differences: Differences, excess: Tensor, errors: Tensor, resolution: Tensor) -> None:
-        """Marks the outputs that are verified, and notes the errors that are left open otherwise."""
+        """Marks the outputs that are verified, and notes the size of the errors that may be hidden in each output."""
         allowed = self._settings.allowed(differences.size())
         contradicts = (resolution > self._suspected) & (self._suspected > 0)
         verified = self._pending & (4 * differences.noise <= allowed) & (excess <= 1).all(0) & ~contradicts
@@ -166,26 +167,26 @@ class _ForwardScreen:
         return self._sum_failure((products * shares[:, None]).roll(2, 0), directions[1])
 
     def _half_failure(self, u: Tensor, tangent: Tensor) -> Failure | None:
-        """The failure if the JVP of u, shape (n,), is not the sum of the JVPs of its halves, run with another sign."""
+        """The failure if the JVP of u, shape (n,), is not the sum of the JVPs of its halves, which are run scaled."""
         some = direction(u.numel(), self._settings.seed, TANGENT_STREAM, halved=True).to(u.device)
         half = torch.where(some == 0, 0.0, u)
         products = self._problem.jvps_of(torch.stack([half, u - half]) * REPEAT_SCALE) / REPEAT_SCALE
         return self._sum_failure(torch.cat([-tangent[None], products]), u)
 
     def _sum_failure(self, terms: Tensor, u: Tensor) -> Failure | None:
-        """The failure if JVPs, shape (count, m), do not add up to zero. The first is for the negated sum of the others.
+        """The failure if terms, shape (count, m), do not add up to zero: JVPs of tangents, times their factors.
 
-        If they add up to zero within the tolerance of the terms, but not up to rounding, an entry may be wrong for
-        tangents of one sign. This searches for such an entry in the JVP of u, shape (n,), and notes the error that may
-        be hidden if none is found.
+        The first term must be the negated sum of the others. If the terms add up to zero within their tolerance, but
+        not up to rounding, an entry may be wrong for tangents of one sign. This searches for such an entry in the JVP
+        of u, shape (n,), and notes the error that may be hidden if none is found.
         """
         error, sizes = terms.sum(0).abs(), terms.abs().sum(0)
-        # JVPs that are infinite or near overflow are left out: they were compared with differences. But a single one
-        # that is not finite is wrong, because the others add up to a finite one.
+        # Terms that are not finite, or near overflow, are left out: they are compared with differences. But if only one
+        # term is not finite, it is wrong, because the others add up to a finite value.
         counts = (terms * REPEAT_SCALE**2).isfinite().sum(0)
         finite = counts == len(terms)
         single = (counts == len(terms) - 1) & (terms.isfinite().sum(0) == len(terms) - 1)
-        # Directions are in units of each input's own atol.
+        # Directions are in units of each input's own atol, so the smallest atol is right for all.
         wrong = single | (finite & ~(error <= self._settings.atol + self._settings.loosest().rtol * sizes))
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])

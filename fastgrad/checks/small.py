@@ -1,4 +1,4 @@
-"""Small checks: set up, run and compared in a few native calls."""
+"""Small checks, which are set up, run and compared in a few native calls."""
 
 from __future__ import annotations
 
@@ -92,9 +92,10 @@ def _modes_agree(check: SmallCheck, settings: Settings, backward_agrees: _Agree,
 
 
 def _open_rows_agree(check: SmallCheck, settings: Settings) -> bool:
-    """Compares all entries where sums decided nothing and this takes no more calls than other steps of the sums.
+    """Compares all entries after sums decided nothing, if this takes no more calls than sums at other steps.
 
-    Otherwise the complete check does not use the differences of the sums. So a value that only they saw is sought here.
+    Returns whether nothing is left to judge. If entries are not compared, differences that changed between steps are
+    repeated here, because the complete check does not use them: func may have returned other values once.
     """
     problem = check.problem
     if problem.is_custom or not compares_open_entries(problem, settings):
@@ -104,10 +105,10 @@ def _open_rows_agree(check: SmallCheck, settings: Settings) -> bool:
 
 
 def _attributes_pass(check: SmallCheck, settings: Settings, backward: Backward | None) -> bool:
-    """Whether batched derivatives agree and, if func is a backward, its gradients are the same without a graph.
+    """Whether the remaining checks pass: batched derivatives and, if func is a backward, its gradients without a graph.
 
-    These gradients are for negated grad_outputs. So gradients that are cached by the address or identity of grad_output
-    differ.
+    The latter are computed for negated grad_outputs and must be the negated gradients. A backward that caches gradients
+    by the address or identity of grad_output fails this.
     """
     problem = check.problem
     if settings.check_batched_forward_grad and not batched_tangents_agree(check, settings):
@@ -146,7 +147,7 @@ def _rows_agree(check: SmallCheck, settings: Settings) -> bool:
 
 @phase("repeated calls")
 def _same_afterwards(check: SmallCheck, settings: Settings) -> bool:
-    """Whether gradients on a graph recorded after the differences are the same; for custom code, on the first, too."""
+    """Whether gradients are the same on a graph recorded after the differences; for custom code, also on the first."""
     problem, backward = check.problem, check.backward
     assert backward is not None
     try:

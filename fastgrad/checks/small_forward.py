@@ -26,14 +26,14 @@ MOST_COLUMNS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Directions:
-    """Tangents of all inputs, end to end, to call func with.
+    """Tangents of all inputs, end to end, for the JVPs of a small check.
 
     Attributes
     ----------
     rows
         Float64, shape (count, n).
     undefined
-        For each row, the number of the input whose tangent is undefined here and zero in the row before; -1: none.
+        For each row, the number of the input whose tangent is undefined; the row before has zeros there. -1: none.
     shares
         The factors from `combined_tangents`; empty if there are no combined tangents.
     """
@@ -80,7 +80,7 @@ def products_agree(check: SmallCheck, settings: Settings) -> bool:
 def _products_agree(
     check: SmallCheck, settings: Settings, differences: Derivatives, weight: Tensor, bound: float
 ) -> bool:
-    """Whether JVPs agree with differences; weight, bound: as from `differences_by_step`."""
+    """Whether JVPs agree with differences and with each other; weight, bound: as from `differences_by_step`."""
     count = differences.directions.shape[0]
     made = _random_directions(differences.directions, _sizes(check), settings)
     earlier = check.tangents
@@ -107,7 +107,7 @@ def _products_agree(
 
 @phase("batched tangents")
 def batched_tangents_agree(check: SmallCheck, settings: Settings) -> bool:
-    """Whether JVPs under vmap are those of single runs; if not, the complete check says where."""
+    """Whether JVPs under vmap equal single JVPs; if not, the complete check finds the difference."""
     problem = check.problem
     for k, input_ in enumerate(problem.graph.inputs):
         vectors = batch_vectors(input_, settings.seed)
@@ -132,7 +132,11 @@ def _sizes(check: SmallCheck) -> tuple[int, ...]:
 
 @phase("analytical columns")
 def _jvps(check: SmallCheck, settings: Settings, made: _Directions) -> Tensor | None:
-    """The JVPs of all rows; None if func raises or returns something else: then the complete check decides."""
+    """The JVPs of all rows: float64, shape (rows, m).
+
+    None if func raises, returns something else or modifies a tangent, or if a tangent is real or complex unlike its
+    output: then the complete check decides.
+    """
     torch_private.load_decompositions()
     check.jvps += len(made.undefined)
     # A lambda: if a builtin raises, the innermost frame must be one of this file.
@@ -151,13 +155,13 @@ def _jvps(check: SmallCheck, settings: Settings, made: _Directions) -> Tensor | 
 
 
 def _as_zero(products: Tensor) -> bool:
-    """Whether undefined tangents, in every second row, give the same as zero tangents."""
+    """Whether undefined tangents, in every second row, give the same JVPs as zero tangents, in the rows before."""
     return torch.equal(products[::2], products[1::2])
 
 
 @lru_cache(32)
 def _one_hot_directions(sizes: tuple[int, ...], seed: int, undefined: bool) -> _Directions:
-    """One-hot tangents of all coordinates, the two of `TangentLinearityTest`, and those for undefined tangents."""
+    """One-hot tangents of all coordinates, the two of `TangentLinearityTest`, and rows for undefined tangents."""
     n = sum(sizes)
     dense = tangent_directions(n, seed, torch.device("cpu"))
     rows = torch.cat([torch.eye(n, dtype=torch.float64), dense])
@@ -165,7 +169,7 @@ def _one_hot_directions(sizes: tuple[int, ...], seed: int, undefined: bool) -> _
 
 
 def _random_directions(directions: Tensor, sizes: tuple[int, ...], settings: Settings) -> _Directions:
-    """The given directions, combinations of the first two, and those for undefined tangents."""
+    """The given directions, the `combined_tangents` of the first two, and rows for undefined tangents."""
     combined, shares = combined_tangents(directions, settings.seed)
     rows = torch.cat([directions, combined])
     return _with_undefined(rows, directions[0], sizes, settings.check_undefined_grad, shares)
@@ -176,7 +180,7 @@ def _with_undefined(
 ) -> _Directions:
     """The rows and, for each input, two copies of the dense row.
 
-    In the first copy, the tangent of this input is zero, in the second, it is undefined.
+    In the first copy, the tangent of this input is zero. In the second copy, it is undefined.
     """
     which = [-1] * rows.shape[0]
     if not undefined:

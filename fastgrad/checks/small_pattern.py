@@ -1,7 +1,7 @@
-"""Small checks of every entry of a sparse Jacobian whose pattern is guessed, from as few calls as possible.
+"""Small checks of every entry of a sparse Jacobian whose pattern is guessed, with few calls.
 
-The guesses are functions of which each output element depends on at most one element of each input. They are certified
-by the differences and VJPs of `small_sums`. Whatever these do not explain is left to the complete check.
+A guess assumes that each output element depends on at most one element of each input. It is certified by the
+differences and VJPs of `small_sums`. If the entries do not explain these, the complete check decides.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ LARGEST_SHARE = 1 / 4
 """Largest error of a sum of entries, relative to atol, that rounding and curvature may explain."""
 
 MOST_CACHED = 1 << 12
-"""Largest number of coordinates of inputs and outputs for which guesses by shapes are kept (up to 0.3 MB each), because
-a test suite checks many functions of the same shapes."""
+"""Largest number of coordinates of inputs and outputs for which guesses from shapes are cached (up to 0.3 MB each). A
+test suite checks many functions of the same shapes."""
 
 FEWEST_UNREACHED = 4
-"""Number of outputs that must not depend on the half of the inputs that moves first. With fewer such outputs, this
-evaluation refutes few wrong guesses."""
+"""Least number of outputs that, by the guess, do not depend on the half of the inputs that moves first. With fewer such
+outputs, this evaluation would refute few wrong guesses."""
 
 NOISE_MARGIN = 9.0
-"""Noise is measured along the first direction. Components of directions differ by factors of up to 3, so errors by
-curvature differ by factors of up to 9."""
+"""Factor of the noise, which is measured along the first direction. Components of directions differ by factors of up to
+3, and errors from curvature by factors of up to 9."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Shapes:
 
 
 def guessed_pattern(check: SmallCheck, settings: Settings) -> SmallPattern | None:
-    """A pattern that agrees with one more evaluation, if comparing its entries costs less than comparing all."""
+    """A guess that agrees with one more evaluation, if comparing its entries costs less than comparing all entries."""
     problem = check.problem
     if not small_pattern_pays(problem, 1, 1) or problem.is_custom or not problem.m:
         return None
@@ -102,7 +102,10 @@ def guessed_pattern(check: SmallCheck, settings: Settings) -> SmallPattern | Non
 
 
 def _repeat_look(check: SmallCheck, settings: Settings) -> None:
-    """Notes if func gives other values when it is called again; the complete check does so after a `first_look`."""
+    """Notes if func gives other values when it is called again at the points of the look.
+
+    If the complete check takes a `first_look`, this is left to the complete check.
+    """
     if check.look is None or looks_first(check.problem, settings):
         return
     displacement, nowhere = check.look.displacement, torch.zeros_like(check.look.displacement)
@@ -117,19 +120,19 @@ def _repeat_look(check: SmallCheck, settings: Settings) -> None:
 
 @lru_cache(16)
 def _halved(n: int, seed: int) -> Tensor:
-    """A random half of the inputs' coordinates: float64, zero for the other half."""
+    """A random direction that moves half of the inputs' coordinates: float64, shape (n,), zero for the other half."""
     return direction(n, seed, GRAPH_STREAM, halved=True)
 
 
 @lru_cache(16)
 def _reached(pattern: SmallPattern, seed: int) -> Mask:
-    """The outputs that a pattern predicts to change if these coordinates move."""
+    """A mask of the outputs that may change, by a pattern, if the coordinates of `_halved` move: shape (m,)."""
     pattern_of_entries = pattern.compression.pattern
     return pattern_of_entries.touched(_halved(pattern_of_entries.n, seed).numpy() != 0)
 
 
 def entries_agree(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> bool:
-    """Compares the entries on a pattern, and certifies that there are no others; whether nothing is left to judge.
+    """Compares the entries in a pattern, and certifies that there are no others; returns whether nothing is left open.
 
     The VJPs of the rows run on the first graph, after the differences have called func.
     """
@@ -158,9 +161,9 @@ def entries_agree(check: SmallCheck, settings: Settings, pattern: SmallPattern) 
 def _repeat_what_differs(
     check: SmallCheck, settings: Settings, pattern: SmallPattern, numerical: Tensor | None
 ) -> None:
-    """Notes if differences that decided nothing, or were compared with nothing, are not the same if they are repeated.
+    """Notes if differences that decided nothing, or were compared with nothing, change when they are repeated.
 
-    numerical: numerical entries, shape (entries,), if they differ from the analytical ones.
+    numerical: the numerical entries, shape (entries,), if some differ from the analytical ones; otherwise None.
     """
     if not check.is_consistent:
         return
@@ -230,7 +233,10 @@ def _in_groups(shapes: _Shapes, pattern: Pattern) -> SmallPattern:
 
 
 def _reacting_outputs(check: SmallCheck, settings: Settings) -> Mask | None:
-    """The outputs that change if a random half of the inputs moves; None if func accepts only single steps."""
+    """A mask of the outputs that change if a random half of the inputs moves: shape (m,).
+
+    None if func raises for such a step, or returns something else.
+    """
     displacement, base = _halved(check.problem.n, settings.seed) * settings.eps, check.problem.base()
     start = time.perf_counter()
     values = _values_at(check, displacement)
@@ -247,7 +253,7 @@ def _values_at(check: SmallCheck, displacement: Tensor) -> Tensor | None:
 
 @phase("numerical columns")
 def _numerical_entries(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> Tensor | None:
-    """The numerical entries, shape (entries,); None if func accepts only single steps, or returns something else."""
+    """The numerical entries, shape (entries,); None if func raises for steps of groups, or returns something else."""
     compression = pattern.compression
     groups = compression.column_groups.groups
     found = unless_refused(partial(check.problem.difference_entries, groups, compression.columns, settings.eps))
@@ -297,9 +303,9 @@ def _explains_look(check: SmallCheck, settings: Settings, analytical: Tensor, co
 def _sums_are_explained(
     check: SmallCheck, settings: Settings, pattern: SmallPattern, gradients: Tensor, analytical: Tensor
 ) -> bool:
-    """Whether entries outside of the pattern are zero: the entries must explain derivatives along directions, and VJPs.
+    """Whether entries outside the pattern are zero: the entries must explain derivatives along directions, and VJPs.
 
-    Adds the certificates.
+    If they are, adds the certificates.
     """
     problem, compression = check.problem, pattern.compression
     assert check.differences is not None
@@ -324,7 +330,7 @@ def _sums_are_explained(
     ]
     if None in sizes:
         return False
-    # An entry that was computed together with a larger one is multiplied by the difference of two random numbers.
+    # A missing entry that was added to a larger one is multiplied by the difference of two random numbers.
     chance = (4 * (1 - settings.confidence)) ** (1 / sketch_size(settings.confidence))
     of_backward = max(size for size in sizes if size is not None) / chance
     if not of_backward <= settings.atol:

@@ -32,7 +32,7 @@ class SmallPattern:
     grad_outputs
         Float64, shape (row groups + one-hot rows, m).
     only
-        The output of each of these rows.
+        The number of the output to which each of these rows belongs.
     row_groups
         The row group of each entry: int64, shape (entries,).
     one_hot
@@ -69,12 +69,12 @@ class SmallPattern:
 
 
 OPEN_SUMS = "decided by the exact engine, because the sketch did not decide"
-"""The note on sums that were left open."""
+"""The note of a report if sums decided nothing, and all entries were compared."""
 
 
 @dataclass(kw_only=True)
 class SmallCheck(Findings):
-    """The results of a small check: for its report if it passes, otherwise for the complete check to start from.
+    """The results of a small check: for its report if it passes, otherwise for the complete check, which uses them.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ class SmallCheck(Findings):
         Where and what func returned instead of its outputs, if `columns` could not be computed for this reason.
     moved, jvp_moved
         As in `Findings`; also true if a gradient had a wrong size or dtype, or func returned outputs of another kind.
-        The complete check finds the error. If it finds none, only some calls were wrong.
+        The complete check then finds the error; if it finds none, only some calls were wrong.
     errors
         By output and part, and by input, the largest absolute and relative error; None if something remains to be
         judged.
@@ -93,14 +93,14 @@ class SmallCheck(Findings):
     tangent_errors
         By input and part, and by output, the same for forward mode.
     differences
-        Directional derivatives that agree with VJPs; the weight of each output, empty if all are 1; and the bound.
+        Directional derivatives that agree with VJPs; the weight of each output, empty if all are 1; and `bound`.
     look
         The evaluation that was compared with guesses of the sparsity pattern.
     irreproducible
         As in `Problem`.
     steps
-        Each step, relative to eps; the noise up to which two evaluations per direction suffice; and the directional
-        derivatives, whether they agree or not.
+        Each step, relative to eps; the largest 2-norm of noise with which one-sided differences are taken; and the
+        directional derivatives, whether they agree or not.
     left_open
         The early VJPs of sums that did not agree, although all calls were consistent. The reason may be curvature,
         kinks or rounding.
@@ -132,11 +132,11 @@ class SmallCheck(Findings):
 
     @property
     def is_consistent(self) -> bool:
-        """Whether calls gave the same values when they were repeated, and none raised or returned something else."""
+        """Whether repeated calls gave the same values, no call raised, and all outputs were of the expected kind."""
         return not (self.moved or self.irreproducible) and self.changed is None and self.early is None
 
     def noted(self, run: Callable[[], Result | None]) -> Result | None:
-        """The result of calling func or its backward; None if it raises, which is noted."""
+        """The result of `run`, which calls func or its backward; None if it raises, which `early` then holds."""
         try:
             return run()
         except Exception as error:
@@ -145,7 +145,7 @@ class SmallCheck(Findings):
             return None
 
     def compared(self) -> list[Pair]:
-        """What was compared, if all entries agree; nothing if sums were compared."""
+        """The pairs whose entries were all compared, for a check that passed; empty if only sums were compared."""
         inputs, outputs = self.problem.inputs, self.problem.outputs
         forward = list(_pairs(inputs, outputs, self.tangent_errors, "forward"))
         forward.sort(key=lambda pair: (pair.part == "real", pair.output, pair.input))
@@ -165,7 +165,7 @@ _Places = list[tuple[int, int, int]]
 def _pairs(
     outer: _Places, inner: _Places, errors: list[list[tuple[float, float]]] | None, mode: Mode
 ) -> Iterator[Pair]:
-    """What was compared, by part of the outer side (outputs in reverse mode), and by tensor of the inner one."""
+    """Yields what was compared, by part of the outer side (outputs in reverse mode) and by tensor of the inner side."""
     if errors is None:
         return
     numbered = list(enumerate(outer))

@@ -1,4 +1,4 @@
-"""Fast mode of a small check: random sums of entries, from as few calls as possible."""
+"""Fast mode of a small check: random sums of entries, with few calls."""
 
 from __future__ import annotations
 
@@ -29,26 +29,28 @@ from fastgrad.verdict.repeated_calls import first_moving, repeated_calls_certifi
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
 
 SMALLER_STEP = 1 / 8
-"""Factor of the step of the second comparison of sums if curvature dominates the noise. Errors by curvature are
-proportional to the square of the step, so they become 64 times smaller."""
+"""Factor of the step of the second comparison of sums if curvature dominates the noise. Errors from curvature are
+proportional to the square of the step: they become 64 times smaller."""
 
 LARGEST_FACTOR = 64
-"""Largest factor of that step if rounding dominates the noise. Errors by rounding are proportional to its inverse."""
+"""Largest factor of the second step if rounding dominates the noise. Errors from rounding are proportional to the
+inverse of the step."""
 
 CURVATURE_RATIO = 64.0
-"""Error of a central difference, times the derivative, relative to the square of the error of a one-sided one. It is
-2/3 for exp and 1 for 1/x, for any step. Noise beyond this ratio is attributed to rounding."""
+"""Largest ratio that is attributed to curvature: the error of a central difference, times the derivative, divided by
+the square of the error of a one-sided difference. It is 2/3 for exp and 1 for 1/x, for any step. Noise with a larger
+ratio is attributed to rounding."""
 
 MOST_STEPS = 2
-"""Number of steps at which sums are compared."""
+"""Largest number of steps at which sums are compared."""
 
 NOISE_MARGIN = 4.0
-"""Noise is measured only along the first direction; along others, it may be up to this many times as large."""
+"""Factor of the noise, which is measured only along the first direction: along others, it may be this much larger."""
 
 
 @phase("numerical columns")
 def numerical_columns(check: SmallCheck, settings: Settings) -> Tensor | None:
-    """Measures the numerical Jacobian; None if func returned something else than its outputs, which is noted."""
+    """Measures the numerical Jacobian: float64, shape (n, m). None, and noted, if func returned something else."""
     found = check.problem.difference_columns(settings.eps)
     if isinstance(found, tuple):
         check.changed = found
@@ -114,7 +116,7 @@ def sums_agree(check: SmallCheck, settings: Settings, weighted: bool = True) -> 
 
 
 def _layout(check: SmallCheck) -> tuple[tuple[int, int, int], ...]:
-    """The first coordinate of each output, the coordinates of an element, and its elements."""
+    """For each output: its first coordinate, the number of coordinates per element, and the number of elements."""
     outputs = check.problem.outputs
     starts = accumulate((elements * width for _, elements, width in outputs), initial=0)
     return tuple((first, width, elements) for first, (_, elements, width) in zip(starts, outputs, strict=False))
@@ -126,7 +128,7 @@ def _plain(check: SmallCheck, settings: Settings) -> ScreeningGradOutputs:
 
 
 def open_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
-    """After all entries agreed: whether the calls of undecided sums give the same results if they are repeated."""
+    """Whether the calls of undecided sums, repeated after all entries agreed, give the same results again."""
     assert check.left_open is not None
     if not steps_repeat(check, settings, check.steps):
         return False
@@ -136,11 +138,11 @@ def open_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
 
 
 def changing_steps_repeat(check: SmallCheck, settings: Settings, last_agrees: bool) -> bool:
-    """Whether differences that change from one step to the other are the same if they are repeated.
+    """Whether differences that change from one step to the other are the same when they are repeated.
 
-    If they are not, func returned other values only once, which the complete check does not see.
+    If they are not, func returned other values once, which the complete check would not detect.
 
-    last_agrees: whether those of the last step agree with VJPs, so that they need not be repeated.
+    last_agrees: whether the differences of the last step agree with VJPs, and need not be repeated.
     """
     *earlier, last = check.steps
     changing = [
@@ -157,11 +159,11 @@ def changing_steps_repeat(check: SmallCheck, settings: Settings, last_agrees: bo
 
 
 def steps_repeat(check: SmallCheck, settings: Settings, steps: Sequence[tuple[float, float, Derivatives]]) -> bool:
-    """Whether the differences of some steps are the same if they are repeated; notes if they are not."""
+    """Whether the differences of some steps are the same when they are repeated; notes if they are not."""
     for step, budget, before in steps:
         again = _differences(check, settings, step, budget)
         rounding = rounding_of_differences(check.problem, settings.eps * step)
-        # None: func raises, or returns other outputs, which it did not before.
+        # None: func now raises or returns something else.
         if again is None or any(
             derivatives_move(settings, *pair, rounding)
             for pair in ((again.derivatives, before.derivatives), (again.noise, before.noise))
@@ -172,7 +174,10 @@ def steps_repeat(check: SmallCheck, settings: Settings, steps: Sequence[tuple[fl
 
 
 def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple[Derivatives, Tensor, float]]:
-    """Directional derivatives at eps, then at one other step, and what `_weight` returns for them."""
+    """Yields directional derivatives at eps, then at one other step, with the result of `_weight` for them.
+
+    A step at which the noise is too large is not yielded, but kept in `check.steps` like the others.
+    """
     step, budget = 1.0, settings.atol / (2 * NOISE_SHARE)
     for _ in range(MOST_STEPS):
         differences = _differences(check, settings, step, budget)
@@ -194,7 +199,7 @@ def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple
 
 
 def _step_factor(settings: Settings, differences: Derivatives) -> float:
-    """The factor from a step to one at which the noise, by curvature or by rounding, is probably small enough."""
+    """The factor from a step to one at which the noise, from curvature or rounding, is probably small enough."""
     noise = float(torch.linalg.vector_norm(differences.noise))
     derivative = float(torch.linalg.vector_norm(differences.derivatives[0]))
     if not noise * derivative > CURVATURE_RATIO * differences.curvature**2:
@@ -233,7 +238,7 @@ def _values_move(check: SmallCheck, settings: Settings) -> bool:
 
 @phase("backward")
 def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
-    """VJPs on the first graph: of a multiple of a dense grad_output and, for custom code, of a one-hot one."""
+    """VJPs, shape (1 or 2, n): of a multiple of a dense grad_output and, for custom code, of a one-hot one."""
     check.vjps += len(plain.early_only)
     return check.problem.vjps(plain.early, [Layout.CONTIGUOUS] * len(plain.early_only), plain.early_only)[0]
 
@@ -242,9 +247,10 @@ def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
 def _differences(
     check: SmallCheck, settings: Settings, step: float, budget: float, count: int | None = None
 ) -> Derivatives | None:
-    """Derivatives from the fewest evaluations; step: relative to eps; budget: 0 for central differences alone.
+    """Derivatives along directions, with few evaluations; None if func raises for the steps or returns something else.
 
-    count: number of directions; None: as many as for a sketch.
+    step: relative to eps. budget: the largest 2-norm of noise with which one-sided differences are taken; 0: only
+    central differences. count: number of directions; None: that of a sketch.
     """
     streams = [SKETCH_DIRECTIONS + 16 * k for k in range(count or sketch_size(settings.confidence))]
     along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step))
@@ -253,7 +259,7 @@ def _differences(
         found = evaluate()
     except Exception as error:
         raise_if_transient(error, evaluate)
-        return None  # the complete check decides what that means
+        return None  # the complete check decides what this means
     if isinstance(found, tuple):
         check.changed = found
         return None
@@ -261,14 +267,14 @@ def _differences(
 
 
 def _noise_of(differences: Derivatives, share: float) -> float:
-    """The share of the 2-norm of noise that counts."""
+    """`share` times the 2-norm of the noise; infinite if the norm is not known."""
     return share * (differences.sizes[0] if differences.sizes else math.inf)
 
 
 def _weight(
     check: SmallCheck, settings: Settings, differences: Derivatives, share: float
 ) -> tuple[Tensor, float] | None:
-    """The weight of each output, shape (m,), empty if all are 1; and the error of an entry that sums show.
+    """The weight of each output, shape (m,), empty if all are 1; and the size of an entry's error that sums show.
 
     None if noise may hide errors beyond the tolerance.
 
@@ -290,7 +296,7 @@ def _weight(
 
 @phase("repeated calls")
 def _run_after_differences(check: SmallCheck, settings: Settings, plain: ScreeningGradOutputs, early: Tensor) -> Tensor:
-    """Runs VJPs on the first graph again, after the differences have called func; notes whether they have moved.
+    """Runs the early VJPs again, after the differences have called func; returns them, and notes if they have changed.
 
     They run in reverse order, so that a backward that is wrong in every third call gives another gradient.
     """
@@ -307,7 +313,11 @@ def _run_after_differences(check: SmallCheck, settings: Settings, plain: Screeni
 def _all_vjps(
     check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, plain: ScreeningGradOutputs, early: Tensor
 ) -> Tensor | None:
-    """The VJPs of all rows, on a graph of their own; None if they are not consistent."""
+    """The VJPs of all grad_outputs in `made`, on a newly recorded graph: float64, shape (rows, n).
+
+    None if something is inconsistent: the graph, the size or dtype of a gradient, a repeated VJP, a sum of VJPs, or,
+    without custom code, the gradients for zero grad_outputs.
+    """
     problem = check.problem
     if not problem.record_again():
         check.moved = True
@@ -333,11 +343,11 @@ def _all_vjps(
         beyond = (gradients[REPEATED] - parts.sum(0)).abs() - settings.atol - settings.rtol * parts.abs().sum(0)
         if not bool((beyond <= 0).all()):
             check.moved = bool(beyond.isfinite().all())
-            if not check.moved:  # an overflow is repeated exactly; a value that is not finite only once is not
+            if not check.moved:  # an overflow recurs; a value that is not finite in one run only is an error
                 rows = [REPEATED, *made.separate]
                 _repeat(check, settings, made, gradients, rows, run_again=rows)
             return None
-    # A backward may be wrong only from a later call on the same graph. This is about the tenth call.
+    # A backward may be wrong only after several calls on the same graph. This is about the tenth call.
     if (problem.is_custom or not torch.equal(again, early)) and _repeat(
         check, settings, made, gradients, [REPEATED], run_again=[REPEATED]
     ) is None:
@@ -348,7 +358,7 @@ def _all_vjps(
 
 
 def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
-    """Adds VJPs, with their cotangents, to those that later ones must add up to."""
+    """Adds cotangents and their VJPs to those whose sum is checked by one later VJP."""
     earlier = check.products or (vectors[:0], gradients[:0])
     check.products = torch.cat([earlier[0], vectors]), torch.cat([earlier[1], gradients])
 
@@ -357,7 +367,7 @@ def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
 def earlier_vjps_repeat(check: SmallCheck, settings: Settings, last: int) -> bool:
     """Whether VJPs that decided nothing add up to the VJP of the sum of their cotangents.
 
-    last: the number of the last rows, which decided.
+    last: how many of the last rows are left out, because they did decide.
     """
     assert check.products is not None
     cotangents, gradients = (rows[: rows.shape[0] - last] for rows in check.products)
@@ -375,7 +385,7 @@ def earlier_vjps_repeat(check: SmallCheck, settings: Settings, last: int) -> boo
 def _same_as_early(
     check: SmallCheck, settings: Settings, plain: ScreeningGradOutputs, again: Tensor, early: Tensor
 ) -> bool:
-    """Whether VJPs equal those of the first graph."""
+    """Whether VJPs equal the early ones of the first graph; notes if they have changed."""
     if torch.equal(again, early):
         return True
     problem, sums = check.problem, plain.early.abs().sum(1).tolist()
@@ -417,7 +427,10 @@ def _zeros_are_zero(check: SmallCheck, settings: Settings) -> bool:
 def _same_on_third(
     check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor
 ) -> Tensor | None:
-    """The gradients if a custom backward gives the same one-hot row and product on a third graph; otherwise None."""
+    """The gradients if a custom backward gives the same one-hot row and product on a third graph; otherwise None.
+
+    Also None if zero grad_outputs do not give zeros.
+    """
     if not check.problem.record_again():
         check.moved = True
         return None
@@ -437,7 +450,7 @@ def _repeat(
     order: list[int],
     run_again: Sequence[int] = (),
 ) -> float | None:
-    """The difference from earlier gradients of the same rows that counts as rounding; None if gradients differ by more.
+    """The largest difference from earlier gradients that counts as rounding; None if gradients differ by more.
 
     run_again: as in `first_moving`.
     """

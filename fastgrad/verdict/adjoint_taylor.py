@@ -1,4 +1,4 @@
-"""Tests without a step size: forward against reverse mode, and the order of a Taylor remainder."""
+"""Tests for which no step size is chosen: forward against reverse mode, and the order of a Taylor remainder."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LARGEST_STEP = 2.0**-6
 """The largest step of a Taylor test, relative to max(|x|, 1)."""
 
 HALVINGS = 18
-"""Number of halvings of the step. The smallest step is LARGEST_STEP 2^-18 = 6e-8: if curvatures are of order 1, the
-remainder there is rounding."""
+"""Number of halvings of the step. The smallest step is LARGEST_STEP 2^-18 = 6e-8. If curvatures are of order 1, the
+remainder at this step is only rounding error."""
 
 SMALLEST_REMAINDERS = 3
-"""Number of remainders from which the rate is computed: the smallest ones that are larger than rounding."""
+"""Number of remainders from which the rate is computed: of those larger than rounding, those at the smallest steps."""
 
 LEAST_RATE = 1.5
-"""A test passes above this rate. A wrong gradient has a rate of 1, a right gradient a rate of 2 or more."""
+"""A test passes if the rate is larger. The rate of a wrong gradient is 1, that of a right gradient is 2 or more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,8 @@ class AdjointTest(EqualByContent):
         Whether the two agree everywhere: error <= rtol.
     error
         The largest ``|<v, J u> - <J^T v, u>|``, divided by the sum of the moduli of the terms of both sums plus 1e-6
-        times the sum of the moduli of the components of u and v (1e-6: 64 times the square root of one ulp).
+        times the sum of the moduli of the components of u and v. In double precision, 1e-6 is 64 times the square root
+        of one ulp; for a coarser dtype, the number is larger.
     rtol
         The allowed error.
     output
@@ -85,8 +86,8 @@ class TaylorTest(EqualByContent):
     passed
         Whether the rate is more than 1.5: it is 2 or more where J is the derivative, and 1 where it is not.
     rate
-        The slope of log remainder over log step, from the smallest remainders that are larger than rounding;
-        infinite if all remainders are rounding, for example for a linear function with a right gradient.
+        The slope of log remainder over log step, from the remainders at the smallest steps that are larger than
+        rounding; infinite if all remainders are rounding, for example for a linear function with a right gradient.
     steps
         h, from large to small.
     remainders
@@ -122,8 +123,8 @@ def adjoint_test(
 ) -> AdjointTest:
     """Whether forward and reverse mode compute the same Jacobian: ``<v, J u> = <J^T v, u>`` for random u and v.
 
-    The test takes no differences. So there is no step to choose, and errors are found down to rounding. It tests only
-    that the two modes agree. Both may be wrong: use `taylor_test` to find that.
+    The test takes no differences: there is no step to choose, and errors are found down to rounding. It tests only
+    whether the two modes agree. If both have the same error, only `taylor_test` finds it.
 
     Parameters
     ----------
@@ -152,7 +153,7 @@ def adjoint_test(
     ValueError, RuntimeError, TypeError
         As in `gradcheck`, for inputs and outputs that cannot be checked. ValueError also if no output requires grad.
     NotImplementedError
-        An input is sparse, or func has no forward mode (func may also raise another exception then).
+        An input is sparse, or func has no forward mode. In the latter case, func may raise another exception instead.
 
     Notes
     -----
@@ -189,7 +190,7 @@ def taylor_test(
     """The rate at which ``|f(x + h u) - f(x) - h J u|`` shrinks as h is halved: 2 where the gradient is right.
 
     The test needs no tolerance and no single eps: it takes 19 steps, from ``2^-6 max(|x|, 1)`` down to
-    ``2^-24 max(|x|, 1)``. One random u moves all inputs, and one random v weighs all outputs. An error of a gradient
+    ``2^-24 max(|x|, 1)``. One random u moves all inputs, and one random v weights all outputs. An error of a gradient
     gives a rate of 1 if it is larger than the effect of the curvature along u. If curvatures are of order 1, the test
     finds errors of 1e-5.
 
@@ -239,7 +240,7 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
     """`adjoint_test` for a problem."""
     outputs, inputs = problem.outputs, problem.inputs
     allowed = math.sqrt(2 * problem.unit_roundoff) if rtol is None else rtol
-    # Derivatives of 1e-6 and less may be rounding of numbers of order 1: their errors do not count.
+    # Derivatives of at most 1e-6 may be rounding errors of numbers of order 1: their errors do not count.
     least = ROUNDING * math.sqrt(2 * problem.unit_roundoff)
     forward, reverse, size = torch.zeros(
         3, trials, len(outputs), len(inputs), dtype=torch.float64, device="cpu"
@@ -273,7 +274,7 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
 def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> TaylorTest:
     """`taylor_test` for a problem: 20 evaluations, and one VJP or JVP."""
     u, v = _pair(problem, seed, 0)
-    # Inputs move by h times this unit, so that all steps have the same size relative to x.
+    # Inputs move by h times `unit`: by h |u|, relative to max(|x|, 1).
     x = problem.coordinates().abs().clamp(min=1.0)
     unit = u * x
     ulp = 2 * problem.unit_roundoff
@@ -290,7 +291,7 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
         h = LARGEST_STEP * 2.0**-k
         try:
             change = problem.evaluate(True, unit, h) - base
-        except Exception as error:  # the point may be outside of func's domain; with a smaller step it may be inside
+        except Exception as error:  # the point may be outside func's domain; with a smaller step it may be inside
             raise_unless_of_func(error)
             if k == HALVINGS:
                 raise
@@ -302,7 +303,10 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
 
 
 def _rate(steps: list[float], remainders: list[float], rounding: float) -> float:
-    """The slope of log remainder over log step; NaN if fewer than two remainders are finite."""
+    """The slope of log remainder over log step.
+
+    NaN if fewer than two remainders are finite; infinite if fewer than two of these are larger than rounding.
+    """
     finite = [(h, remainder) for h, remainder in zip(steps, remainders, strict=True) if math.isfinite(remainder)]
     if len(finite) < 2:
         return math.nan
@@ -317,7 +321,7 @@ def _rate(steps: list[float], remainders: list[float], rounding: float) -> float
 
 
 def _pair(problem: Problem, seed: int, number: int) -> tuple[Tensor, Tensor]:
-    """A random u in R^n and v in R^m."""
+    """A random u in R^n and a random v in R^m: float64."""
     u = direction(problem.n, seed, DUALITY_STREAM + 16 * (2 * number))
     v = direction(problem.m, seed, DUALITY_STREAM + 16 * (2 * number + 1))
     return u.to(problem.device), v.to(problem.device)

@@ -1,8 +1,8 @@
-"""Whether products of a backward equal the sums of the entries of a sparse Jacobian.
+"""Tests whether products of a backward equal the sums of the entries of a sparse Jacobian.
 
-Rows that share no column of a pattern are computed together. So an entry that the pattern lacks is added to another
-entry. A product of the backward then differs from the sum of the entries, even if only by little more than rounding.
-The responsible rows are run separately, until the entries explain every product.
+Rows that share no column of a pattern are computed by one VJP. An entry that the pattern lacks is then added to another
+entry, or lost. In both cases a product of the backward differs from the sum of the entries, although perhaps by little
+more than rounding. The responsible rows are run separately, until the entries explain every product.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ MOST_ROWS = 16
 """Largest number of rows to run, one after the other, if the entries do not explain a product of the backward."""
 
 MOST_COTANGENTS = 12
-"""Largest number of random cotangents that certify large entries. More cotangents show what rounding hides in one."""
+"""Largest number of random cotangents. An entry that the rounding of larger entries hides in one product may show in
+another."""
 
 SAME = 1e-12
 """Relative difference up to which a row that is run separately equals the known one."""
 
 
 def analytical_certificate(kinds: tuple[GradOutputKind, ...], bound: float) -> Certificate:
-    """The certificate of grad_outputs of some kinds."""
+    """The certificate of a test with grad_outputs of some kinds."""
     claim = "the analytical entries outside the sparsity pattern are zero, and backward is linear in grad_output"
     return linearity_certificate(claim, kinds, bound)
 
@@ -54,7 +55,7 @@ class AnalyticalCertificate:
     Attributes
     ----------
     values
-        The entries on the pattern: float64, shape (nnz,). Those of rows that were run separately are replaced.
+        The entries in the pattern: float64, shape (nnz,). Those of rows that were run separately are replaced.
     has_changed
         Whether any entries were replaced.
     changed_by
@@ -72,7 +73,11 @@ class AnalyticalCertificate:
         row_failure: Callable[[int, Tensor], Failure | None],
         calls: RepeatedCalls | None,
     ) -> None:
-        """row_failure: whether a row, float64, shape (n,), is wrong. calls: remembers products, if given."""
+        """Stores the arguments.
+
+        row_failure: returns the failure of a row, from its number and its gradient (float64, shape (n,)), if it is
+        wrong. calls: VJPs that ran before; takes the VJPs of a custom backward that are not compared with rows.
+        """
         self._problem = problem
         self._settings = settings
         self._compression = compression
@@ -94,17 +99,17 @@ class AnalyticalCertificate:
         return bool(self._replaced)
 
     def replace_values(self, which: slice | Tensor, entries: Tensor) -> None:
-        """Replaces some of the entries; the tensor that the certificate was made with keeps its values."""
+        """Replaces some of the entries; the tensor that was passed to the constructor keeps its values."""
         if not self._owns_values:
             self.values, self._owns_values = self.values.clone(), True
         self.values[which] = entries
 
     def certificate(self) -> Certificate:
-        """The certificate if nothing is missing."""
+        """The certificate for the case that nothing is missing."""
         return analytical_certificate(self._tested_kinds, self.bound)
 
     def compare_rows(self) -> Failure | Incomplete:
-        """Compares rows that were run separately before with the same rows computed together with others."""
+        """Compares rows that were run separately earlier with the same rows computed together with others."""
         return self._compared(self._calls.rows if self._calls is not None else {})
 
     def compare_more_rows(self) -> Failure | Incomplete:
@@ -126,7 +131,10 @@ class AnalyticalCertificate:
         return incomplete(learnt)
 
     def certify(self, asked: float) -> Failure | Incomplete:
-        """Tests that VJPs equal the sums of the analytical entries."""
+        """Tests that VJPs equal the sums of the analytical entries; returns a failure, or what the pattern lacks.
+
+        asked: the smallest size of an entry outside the pattern that matters.
+        """
         learnt = []
         resolution = 0.0
         self._asked = asked
@@ -142,7 +150,7 @@ class AnalyticalCertificate:
         return found if isinstance(found, Failure) or not found.is_nothing else incomplete(learnt)
 
     def _contiguous_tests(self) -> Iterator[LinearityTest]:
-        """For a custom backward, a test with a dense, contiguous cotangent: backward may be wrong only for these."""
+        """Yields a test with a dense, contiguous cotangent: a custom backward may be wrong only for this kind."""
         if not self._problem.is_custom:
             return
         self._tested_kinds = (*self._tested_kinds, DENSE)
@@ -153,7 +161,7 @@ class AnalyticalCertificate:
             yield linearity
 
     def _result_of(self, linearity: LinearityTest) -> Failure | Incomplete:
-        """The result of a test."""
+        """The result of a test: a failure, or what the pattern lacks."""
         try:
             linearity.gradients()
         except Exception as error:
@@ -168,15 +176,16 @@ class AnalyticalCertificate:
             return found
         failure = linearity.failure()
         if failure is not None and self._lacks_small_entries:
-            return incomplete([], refuted=True)  # without these entries, a right backward may look nonlinear
+            return incomplete([], refuted=True)  # without these entries, a right backward may appear nonlinear
         return failure or found
 
     def _proven_more(self, resolution: float) -> Failure | Incomplete:
-        """Tests with as many more cotangents as are needed to find entries that large entries may hide.
+        """Tests with further cotangents, until the rounding of large entries is unlikely to hide an entry that matters.
 
-        If an entry was computed together with a larger entry of its column, it is multiplied in a product by the
-        difference of two components of the cotangent. This difference is smaller than a share s with probability s. If
-        only one of the two components is zero, as in half of all halved cotangents, the entry counts fully.
+        If an entry that the pattern lacks was added to a larger entry of its column, a product contains the missing
+        entry times the difference of two components of the cotangent. This difference is smaller than s with
+        probability s. If only one of the two components is zero, as in half of all halved cotangents, the missing entry
+        is multiplied by the other component.
         """
         count = 1
         while resolution > self._asked * self._chance ** (1 / count) and count < MOST_COTANGENTS:
@@ -213,7 +222,7 @@ class AnalyticalCertificate:
                 return failure
             linearity.replace_row(row, change)
         else:
-            # The rows followed may lack only entries that are too small for sparsity detection, and others may, too.
+            # Perhaps these rows lack only entries that are too small for sparsity detection, and other rows do, too.
             self._lacks_small_entries = self.changed_by <= self._hideable and self._is_small(
                 linearity, linearity.suspects()
             )
@@ -221,18 +230,18 @@ class AnalyticalCertificate:
         failure = linearity.failure()
         if failure is not None:
             return failure
-        if self._is_small(linearity, suspects):  # it may be rounding, for example of a backward in a lower precision
+        if self._is_small(linearity, suspects):  # perhaps rounding, for example of a backward in a lower precision
             return incomplete(learnt)
         self.bound = _error(linearity, suspects)
         return incomplete([], unexplained=self.bound)
 
     @property
     def _hideable(self) -> float:
-        """Largest error of a product for which further cotangents can show that it hides no entry that matters."""
+        """Largest error of a product with which further cotangents can still exclude entries that matter."""
         return float(self._asked * self._chance ** (1 / MOST_COTANGENTS))
 
     def _is_small(self, linearity: LinearityTest, suspects: Sequence[tuple[int, int]]) -> bool:
-        """Whether further cotangents can show that the errors hide no entry that matters; notes their size."""
+        """Whether further cotangents can still exclude entries that matter; notes the largest error of the suspects."""
         error = _error(linearity, suspects)
         if not error <= self._hideable:
             return False
@@ -240,7 +249,7 @@ class AnalyticalCertificate:
         return True
 
     def _locate_row(self, cotangent: Tensor, column: int) -> tuple[int, Tensor]:
-        """A row that explains the error of a component of a VJP, and the gradient of this row, run separately."""
+        """The row that explains the error of a component of a VJP: its number, and its gradient from `row_alone`."""
         here = self._compression.columns == column
         rows, entries = self._compression.rows[here], self.values[here]
         beside = [(row, gradient[column].item()) for row, gradient in self._replaced.items() if not (rows == row).any()]
@@ -254,7 +263,7 @@ class AnalyticalCertificate:
         return row, self.row_alone(row)
 
     def row_alone(self, row: int) -> Tensor:
-        """A row of the backward in columns that are not excluded.
+        """A row of the backward, run separately: float64, shape (n,), zero in excluded columns.
 
         The grad_outputs of other outputs are undefined, as in torch's checker.
         """
@@ -271,7 +280,7 @@ class AnalyticalCertificate:
         return gradient.index_copy_(0, self._compression.columns[mine], self.values[mine])
 
     def _learn_row(self, row: int, gradient: Tensor, learnt: list[tuple[Indices, Indices]]) -> Failure | None:
-        """The failure of a row that was run separately. A right row replaces the known row and is added to `learnt`."""
+        """The failure of a row that was run separately; a right row replaces the known one and is added to `learnt`."""
         failure = self._row_failure(row, gradient)
         if failure is not None:
             return failure
@@ -285,18 +294,18 @@ class AnalyticalCertificate:
 
     @property
     def _all_kinds(self) -> tuple[GradOutputKind, ...]:
-        """The kinds of grad_output that can be used: an expanded one has no zeros, so it cannot leave out rows."""
+        """The kinds of grad_output that can be used: if rows are excluded, not the expanded one, which has no zeros."""
         return GRAD_OUTPUT_KINDS if self._compression.excluded_rows is None else NOT_EXPANDED
 
     @property
     def _kinds(self) -> tuple[GradOutputKind, ...]:
-        """The kinds to run; not the expanded one if the only row group has all rows, because its second run used it."""
+        """The kinds to run; not the expanded one if it was already used in the second run of a group of all rows."""
         outputs = self._problem.outputs
         whole = len(outputs) == 1 and not outputs[0].is_complex and self._compression.row_groups[0].count == 1
         return NOT_EXPANDED if whole else self._all_kinds
 
     def explains_products(self) -> bool:
-        """Whether products equal the sums of the entries, to rounding; keeps the products."""
+        """Whether products equal the sums of the entries, up to rounding; keeps the tests for `certify`."""
         self._tests = list(self._tests_of(self._all_kinds))
         for linearity in self._tests:
             self._add(linearity)
@@ -317,7 +326,7 @@ class AnalyticalCertificate:
         return linearity.cotangents[0], linearity.gradients()[0]
 
     def _tests_of(self, kinds: tuple[GradOutputKind, ...], number: int = 0) -> Iterator[LinearityTest]:
-        """One test with all kinds or, if vectors take much memory, one test per kind."""
+        """Yields one test with all kinds or, if vectors take much memory, one per kind; number: of the cotangents."""
         is_small = self._problem.n + self._problem.m <= PIECE
         for some in [kinds] if is_small else [(kind,) for kind in kinds]:
             excluded = self._compression.excluded_rows, self._compression.excluded_columns
@@ -337,7 +346,7 @@ class AnalyticalCertificate:
         return all(grouping.count <= compressed.REPEATED_GROUPS for grouping in self._compression.row_groups)
 
     def _moving_group(self) -> Failure | None:
-        """Runs every row group twice; the failure of the first that differs by more than nondet_tol between runs."""
+        """Runs every row group several times, also scaled; returns the first failure of `groups_failure`, if any."""
         for output, grouping in zip(self._problem.outputs, self._compression.row_groups, strict=True):
             for g in range(grouping.count):
                 failure = groups_failure(self._problem, self._settings, output, [grouping.members(g)])
@@ -347,5 +356,5 @@ class AnalyticalCertificate:
 
 
 def _error(linearity: LinearityTest, suspects: Sequence[tuple[int, int]]) -> float:
-    """Twice the largest distance of components of VJPs from the sums of the entries."""
+    """Twice the largest distance of a VJP from the sum of entries; components of cotangents are at least 1/2."""
     return 2 * max((linearity.error_at(*suspect) for suspect in suspects), default=0.0)

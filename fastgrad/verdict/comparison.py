@@ -1,4 +1,4 @@
-"""Comparing blocks of the analytical and the numerical Jacobian, pair by pair of output and input."""
+"""Compares blocks of the analytical and the numerical Jacobian, pair by pair of output and input."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
     from fastgrad.report.evidence import Sample
 
 SMALL = 256
-"""Largest number of entries of a Jacobian that is kept completely, for the message."""
+"""Largest number of entries of a Jacobian that is kept as a whole, for the message."""
 
 MOST_WORST = 8
-"""Number of wrong entries that a comparison names."""
+"""Largest number of wrong entries that a comparison names."""
 
 CROWDED = 4
-"""Moving columns together is not worth it if the outputs that differ depend on more than one in this many columns."""
+"""Columns are moved one by one if more than one in this many entries of a block belong to outputs that differ, and are
+wrong or nonzero: moving columns together would then save little."""
 
 FEW_PLACES = 8
-"""Largest number of places along a dimension that an extent lists one by one."""
+"""Largest number of indices along a dimension that an extent lists one by one."""
 
 
 @dataclass
@@ -51,20 +52,21 @@ class Findings:
     on_first_graph
         Whether these VJPs ran on the graph of the first evaluation.
     early
-        The exception that one of these VJPs raised. It is raised again later, in the order of the checks.
+        The exception that one of these VJPs or, in a small check, another call raised. It is raised again after all
+        checks, unless one of them has failed or raised.
     columns
         The numerical Jacobian, if it is known: float64, shape (n, m).
     batched
-        Where batched gradients are known to differ.
+        Where a vectorized VJP is known to raise or to differ.
     moved
-        Whether a VJP is known to have given two gradients.
+        Whether a VJP is known to have given different gradients in two runs.
     jvp_moved
         The same for a JVP.
     domains_match
-        False if a tangent is known to be complex although its output is real, or the reverse.
+        False if a tangent is known to be complex although its output is real, or vice versa.
     products
-        VJPs of a custom backward that were run and may not be compared with rows: cotangents and gradients, float64,
-        shapes (count, m) and (count, n).
+        VJPs that were run and may not be compared with rows: cotangents and gradients, float64, shapes (count, m) and
+        (count, n).
     tangents
         JVPs that were run: tangents of the inputs, float64, shape (count, n); for each JVP, the number of the input
         whose tangent was undefined, or -1; and tangents of the outputs, shape (count, m).
@@ -98,7 +100,7 @@ class Findings:
             self.undecided = max(other.undecided, self.undecided or 0.0)
 
     def note_undecided(self, bound: float) -> None:
-        """Notes that errors up to a bound may be hidden, or errors of any size if the bound is not known."""
+        """Notes that errors up to a bound may be hidden, or errors of any size if the bound is infinite or NaN."""
         bound = math.inf if math.isnan(bound) else bound
         self.notes.append(undecided_text(bound))
         self.undecided = max(bound, self.undecided or 0.0)
@@ -203,13 +205,13 @@ class PairComparison:
         self.add_statistics(analytical.numel() // width, ops.compare(*entries, width == 2, False).tolist())
 
     def _width(self) -> int:
-        """Coordinates along a row of a block that make one entry."""
+        """Number of coordinates along a row of a block that make one entry."""
         return 2 if (self.output if self.mode == "forward" else self.input).is_complex else 1
 
     def _take_in(
         self, analytical: Tensor, numerical: Tensor, width: int, elements: Callable[[Any, Any], tuple[Any, Any]]
     ) -> None:
-        """Adds a block; elements: gives the elements that its rows and columns of entries belong to."""
+        """Adds a block; elements: returns the elements to which a row and a column of entries belong."""
         forward = self.mode == "forward"
         along_rows, along_columns = (self.input, self.output) if forward else (self.output, self.input)
         atol, rtol = self.tolerances.atol, self.tolerances.rtol
@@ -241,15 +243,15 @@ class PairComparison:
         rows, columns = differing.nonzero(as_tuple=True)
         found, wanted = (value[rows, columns].to(torch.complex128) for value in values)
         self.failing.append((*elements(rows, columns), found, wanted))
-        # For each output that differs, all elements that it depends on. In forward mode, for each element of the input
-        # all outputs that depend on it.
+        # For each output element with a wrong entry, all input elements on which it depends. In forward mode: for each
+        # input element with a wrong entry, all output elements that depend on it.
         dependent = differing.any(1, keepdim=True) & (differing | (values[1] != 0))
         self.is_crowded |= int(dependent.sum()) > dependent.numel() // CROWDED
         if not self.is_crowded:
             self.dependent.append(elements(*dependent.nonzero(as_tuple=True)))
 
     def _differ(self, analytical: Tensor, numerical: Tensor) -> Tensor:
-        """Where entries differ by torch's rule: of values that are not finite, only equal infinities are close."""
+        """A mask of the entries that differ by torch's rule: if values are not finite, only equal infinities agree."""
         return ~torch.isclose(analytical, numerical, rtol=self.tolerances.rtol, atol=self.tolerances.atol)
 
     def _failing(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -259,12 +261,12 @@ class PairComparison:
         return outputs, inputs, analytical, numerical
 
     def within(self, noise: float) -> int:
-        """The number of entries that differ, but by no more than their tolerance and some noise."""
+        """The number of entries that differ, but by no more than their tolerance plus this noise."""
         _, _, analytical, numerical = self._failing()
         return int(((analytical - numerical).abs() <= self.tolerances.allowed(numerical) + noise).sum())
 
     def _extent(self) -> Extent:
-        """Where the entries that differ lie."""
+        """The positions of the entries that differ."""
         outputs, inputs, *_ = self._failing()
         return Extent(
             *(
@@ -310,7 +312,7 @@ class PairComparison:
         return torch.from_numpy(colors)[which].to(elements.device)
 
     def add_unspecified(self, row: int, element: int, value: complex) -> None:
-        """Adds an analytical entry at a place where masked semantics allow no entry; its numerical value is zero."""
+        """Adds an analytical entry at an element that a sparse input does not specify; the numerical value is zero."""
         atol = self.tolerances.atol
         if not modulus(value) <= atol:
             self.entries += 1
@@ -365,19 +367,19 @@ class PairComparison:
         )
 
     def pair(self, part: Part, agrees: bool) -> Pair:
-        """A comparison and its outcome."""
+        """The `Pair` of this comparison; agrees: its outcome."""
         places = self.output.index, self.input.index, self.output.position, self.input.position
         largest = self.largest_absolute, self.largest_relative
         return Pair(*places, part, self.mode, self.entries, self.mismatches, agrees, *largest, self.on_pattern)
 
 
 def spans(elements: Tensor, shape: Sequence[int]) -> tuple[Span, ...]:
-    """The places that elements take along each dimension.
+    """The positions of some elements: one `Span` per dimension of their tensor.
 
     Parameters
     ----------
     elements
-        Numbers in C order: int64, shape (elements,), at least one.
+        Numbers of the elements in C order: int64, shape (elements,), at least one.
     """
     found = []
     for size in reversed(shape):
@@ -399,7 +401,7 @@ def _entry(coordinates: Tensor) -> complex:
 
 
 def _matrix(block: Tensor, width: int) -> Tensor:
-    """A copy of a block, complex where `width` coordinates are one entry."""
+    """A copy of a block, complex if `width` is 2."""
     matrix = block.contiguous().clone()
     if width == 2:
         matrix = torch.view_as_complex(matrix.view(matrix.shape[0], -1, 2))

@@ -24,13 +24,13 @@ from fastgrad.verdict.locate import locate
 from fastgrad.verdict.remeasure import CLEAR_DIFFERENCE, RemeasuredEntry, Suspects, not_finite, worst_remeasured
 
 UNSPECIFIED = "with masked=True, a gradient must be zero at elements that its sparse input does not specify"
-"""The detail of a failure at such an element."""
+"""The detail of a failure at an element that its sparse input does not specify."""
 
 WORST = 64
-"""Entries that are re-measured before all others."""
+"""Number of entries, the worst ones, that are re-measured before all others."""
 
 MOST_GROUPS = 64
-"""Groups of elements that are re-measured before the results are examined."""
+"""Largest number of groups of elements that are re-measured before the results are examined."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Found:
     unresolved: float = 0.0
 
     def along(self, vectors: Tensor) -> Tensor:
-        """The contribution of the entry to (J_num - J_ana) u in its row: float64, u of shape (..., n) gives (...)."""
+        """The entry's contribution to (J_num - J_ana) u in its row: float64, shape (...) for u of shape (..., n)."""
         return vectors[..., list(self.columns)] @ vectors.new_tensor(self.errors)
 
 
@@ -66,7 +66,7 @@ def entry_in_row(
     value: float,
     known: Sequence[Found] = (),
 ) -> Found:
-    """The entry that causes the difference between one output's derivative along u and gradient . u.
+    """The entry that contributes most to the difference between one output's derivative along u and gradient . u.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def entry_in_row(
 def difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> float:
     """One output's derivative along a vector (float64, shape (n,)), by a central difference.
 
-    If inputs have different steps, it takes one difference per step.
+    If inputs have different steps or weights, this takes one difference for each of them.
     """
     derivative = 0.0
     for part, step, weight in problem.parts_of(vector):
@@ -108,8 +108,8 @@ def entry_at(problem: Problem, settings: Settings, row: int, column: int, gradie
     gradient: the analytical row, shape (n,), of an entry of reverse mode; None: the entry is one of forward mode.
     """
     output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
-    # A complex element has two coordinates. On one side, they make one complex entry; on the other side, they are two
-    # parts that are checked separately.
+    # A complex element has two coordinates. In reverse mode, those of an input make one complex entry, and those of an
+    # output are two parts that are checked separately. In forward mode, inputs and outputs change roles.
     mode: Mode = "forward" if gradient is None else "reverse"
     side, offset = (output, row - output.first) if gradient is not None else (block, column - block.first)
     part: Part = "all" if not side.is_complex else "imaginary" if offset % 2 else "real"
@@ -145,7 +145,7 @@ def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
 
 
 def located_failure(found: list[Found]) -> Failure:
-    """The failure of the first confirmed entry; it counts all confirmed entries of the same pair."""
+    """The failure of the first confirmed entry; its comparison counts all such entries of the same pair and part."""
     head = found[0]
     same = [entry for entry in found if (entry.output, entry.input, entry.part) == (head.output, head.input, head.part)]
     remeasured_entries = [entry.remeasured for entry in same if entry.remeasured is not None]
@@ -183,7 +183,7 @@ def located_failure(found: list[Found]) -> Failure:
 
 
 def located_pair(failure: Failure, comparison: Comparison) -> Pair:
-    """The pair of a failure that was found from single entries."""
+    """The `Pair` of a failure that was found from single entries."""
     places = failure.output, failure.input, failure.output_position, failure.input_position
     known = cast("tuple[int, int, int, int]", places)  # a mismatch has them all
     counts = comparison.entries, comparison.mismatches
@@ -214,7 +214,7 @@ def _survivor(
 
     Returns the first wrong entry, if any; which entries were re-measured: bool, shape (entries,); and the possible
     error of entries that no step resolves to the tolerance. groups: the number of each entry's group. The elements of a
-    group are moved together; an element that then looks wrong is moved alone.
+    group are moved together; an element that looks wrong is then moved separately.
     """
     measured = torch.zeros_like(groups, dtype=torch.bool)
     elements, unresolved = suspects.input_elements, 0.0
@@ -222,7 +222,7 @@ def _survivor(
     for most in (WORST, len(groups)):
         left = (~measured[:most]).nonzero().reshape(-1)
         numbers, which = torch.unique(groups[left], return_inverse=True)
-        # Groups are sorted by their worst entry; only a few are measured at first.
+        # Groups are sorted by their worst entry; the first is measured first, then four, then more at a time.
         worst = torch.full_like(numbers, most).scatter_reduce_(0, which, left, "amin")
         in_turn, count = worst.argsort(), 1
         while in_turn.numel():
@@ -250,7 +250,7 @@ def _survivor(
                 if remeasured is not None:
                     return remeasured, measured, unresolved
                 if not bool(wrong.any()):
-                    break  # all were measured, not only those that a few steps accused
+                    break  # nothing looked wrong, so all steps were already taken
             in_turn, count = in_turn[count:], min(MOST_GROUPS, count * 4)
     return None, measured, unresolved
 
@@ -258,7 +258,7 @@ def _survivor(
 def entries_failure(
     problem: Problem, settings: Settings, rows: Tensor, columns: Tensor, analytical: Tensor, numerical: Tensor
 ) -> tuple[Failure | None, float]:
-    """The failure if a real entry that differs at eps is wrong after re-measuring; and the unresolved error.
+    """The failure if a real entry that differs at eps is wrong after re-measuring, and the unresolved error.
 
     Parameters
     ----------
@@ -338,7 +338,7 @@ def mismatch_failure(
 ) -> Failure | None:
     """The failure of a pair, if an entry that differs at eps also differs after re-measuring.
 
-    group_of: gives the groups that coordinates belong to, of columns that share no row; None: no groups are known.
+    group_of: returns the column group of each coordinate; columns of a group share no row. None: no groups are known.
     """
     if not pair.mismatches:
         findings.add_pair(pair.pair(part, agrees=True))

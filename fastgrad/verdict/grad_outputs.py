@@ -1,4 +1,4 @@
-"""Checks beyond the values of a Jacobian: zero, undefined and batched grad_outputs and tangents, attributes."""
+"""Checks beyond the values of a Jacobian: zero, undefined and batched vectors, and attributes of gradients."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fastgrad.report.failure import Failure, FailureKind, Mode
 from fastgrad.report.settings import Settings
 
 BATCH = 2
-"""Vectors in a batched gradient, as many as in torch's checker."""
+"""Number of vectors in a batched VJP or JVP, the same as in torch's checker."""
 
 
 @phase("zero grad_output")
 def check_zero_grad_output(
     problem: Problem, settings: Settings, gradients: Sequence[Tensor | None] | None = None
 ) -> Failure | None:
-    """A zero grad_output must give zero gradients, each with its input's layout, dtype, device and size.
+    """Checks that a zero grad_output gives zero gradients, each with its input's layout, dtype, device and size.
 
-    gradients: those for this grad_output, if they are known.
+    gradients: those for zero grad_outputs, if they are known.
     """
     if gradients is None:
         gradients = problem.zero_gradients()
@@ -60,7 +60,7 @@ def _attribute_failure(block: Block, gradient: Tensor, masked: bool) -> Failure 
 
 
 def _layout_difference(gradient: Tensor, expected: Tensor) -> str:
-    """What is wrong with a layout that is not strided; strided gradients are always right."""
+    """What is wrong with a gradient's layout, as text; empty if nothing is, as for every strided gradient."""
     if gradient.layout is torch.strided:
         return ""
     if gradient.layout is not expected.layout:
@@ -82,7 +82,7 @@ def _is_zero(gradient: Tensor, masked: bool = False) -> bool:
 
 @phase("undefined grad_outputs")
 def check_undefined_grads(problem: Problem, known: Sequence[Sequence[Tensor | None]] | None = None) -> Failure | None:
-    """Undefined grad_outputs must count as zeros: all of them at once, and then one at a time.
+    """Checks that undefined grad_outputs count as zeros: first all of them at once, then one at a time.
 
     known: the gradients for these grad_outputs, if they are known.
     """
@@ -108,7 +108,7 @@ def _undefined_failure(problem: Problem, gradients: Sequence[Tensor | None]) -> 
 
 @phase("undefined tangents")
 def check_undefined_tangents(problem: Problem, settings: Settings) -> Failure | None:
-    """An undefined tangent of one input must count as zero, for any tangents of the other inputs."""
+    """Checks that an undefined tangent of one input counts as zero, for random tangents of the other inputs."""
     random = [uniform_like(block.tensor, settings.seed, TANGENT_STREAM, block.first) for block in problem.inputs]
     for k, block in enumerate(problem.inputs):
         zero = torch.zeros_like(block.tensor.detach())
@@ -121,7 +121,7 @@ def check_undefined_tangents(problem: Problem, settings: Settings) -> Failure | 
 
 
 def _allclose(left: Tensor | None, right: Tensor | None) -> bool:
-    """torch.allclose at its defaults, None being zero."""
+    """torch.allclose with its default tolerances; None counts as zero."""
     if left is None or right is None:
         return not any(value is not None and bool(value.any()) for value in (left, right))
     return torch.allclose(left, right)
@@ -129,7 +129,7 @@ def _allclose(left: Tensor | None, right: Tensor | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BatchedDifference:
-    """Where a vectorized VJP or JVP fails or differs from single ones.
+    """Where a vectorized VJP or JVP raises or differs from single ones.
 
     Attributes
     ----------
@@ -151,7 +151,7 @@ class BatchedDifference:
 
 @phase("batched gradients")
 def batched_difference(graph: native.Graph, outputs: Sequence[Tensor], settings: Settings) -> BatchedDifference | None:
-    """The first output whose backward differs between vmap and single runs; costs BATCH + 1 VJPs per output."""
+    """The first difference between VJPs under vmap and single VJPs, if any; costs BATCH + 1 VJPs per output."""
     for number, output in enumerate(outputs):
         vectors = batch_vectors(output, settings.seed)
         single = [graph.vjp_of_one(number, vector) for vector in vectors.unbind()]
@@ -169,7 +169,7 @@ def batched_difference(graph: native.Graph, outputs: Sequence[Tensor], settings:
 
 
 def _difference(batched: Tensor | None, *single: Tensor | None) -> str | None:
-    """The message if gradients of a vectorized VJP differ from those of single ones."""
+    """The message if gradients of a vectorized VJP differ from those of single ones; otherwise None."""
     like = next((gradient for gradient in single if gradient is not None), None)
     if like is None:
         return None if batched is None or not bool(batched.any()) else f"Got:\n{batched}\n\nExpected:\nNone"
@@ -208,7 +208,7 @@ def check_batched_gradients(
 
 @phase("batched tangents")
 def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | None:
-    """Checks that a JVP of each input under vmap gives the same as two separate JVPs: BATCH + 1 JVPs per input."""
+    """Checks that a JVP of each input under vmap equals two separate JVPs; costs BATCH + 1 JVPs per input."""
     for k, block in enumerate(problem.inputs):
 
         def jvp(tangent: Tensor, k: int = k) -> tuple[Tensor, ...]:
@@ -234,7 +234,7 @@ def _batched_failure(problem: Problem, found: BatchedDifference, mode: Mode) -> 
 def _batched_tangents_difference(
     number: int, product: Callable[[Tensor], tuple[Tensor, ...]], vectors: Tensor
 ) -> BatchedDifference | None:
-    """The first output whose tangent under vmap differs from the tangents of single JVPs; number: that of the input."""
+    """The first output whose tangent under vmap differs from those of single JVPs, if any; number: of the input."""
     expected = [torch.stack(results) for results in zip(*map(product, vectors.unbind()), strict=True)]
     with torch_private.quiet_vmap():
         try:

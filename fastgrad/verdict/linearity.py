@@ -1,8 +1,8 @@
-"""Proofs that a backward is the linear map whose rows were compared.
+"""Tests that a backward is the linear map whose rows were compared.
 
-Rows come from one-hot, contiguous cotangents. They are right even for some wrong backwards: for one that clamps,
-squares or takes the sign of grad_output, and for one that is right only for one-hot or only for contiguous
-grad_outputs. So the first rows are repeated at another scale, and v^T J, summed from the rows, must equal the VJP of v.
+Rows come from one-hot, contiguous cotangents. The rows of some wrong backwards are right: those of a backward that
+clamps, squares or takes the sign of grad_output, or that is right only for one-hot or only for contiguous grad_outputs.
+Therefore the first rows are repeated at another scale, and v^T J, summed from the rows, must equal the VJP of v.
 """
 
 from __future__ import annotations
@@ -41,26 +41,28 @@ from fastgrad.verdict.repeated_rows import (
 
 TERM_ROUNDING, SUM_ROUNDING = 8.0, 2.0
 """Allowed error of a sum of c terms, in units of rounding of the root of the sum of their squares. The first number is
-for the few operations that compute each term. The second is for the additions, and is multiplied by sqrt(c), because
-their errors have random signs."""
+for the few operations that compute each term. The second is for the additions; it is multiplied by sqrt(c), because
+errors of additions have random signs."""
 
 NEGLIGIBLE = 1e-9
 """Share of atol below which a component of a product is ignored."""
 
 RESCALED = 1.3, -0.7
-"""Factors of a cotangent that show how a backward rounds: the VJPs are divided by them. They are not powers of two."""
+"""Factors of a cotangent that show how a backward rounds: the VJP of the multiple is divided by the factor. Powers of
+two would not change the rounding."""
 
 MEASURED = 8.0
-"""Allowed error of a sum, in units of the rounding that `RESCALED` cotangents show. Both samples may be too small."""
+"""Allowed error of a sum, in units of the rounding that `RESCALED` cotangents show. The two samples of this rounding
+may both be too small."""
 
 LARGEST_MEASURED = 0.5
-"""Largest measured rounding, relative to the product, as an exponent of the unit roundoff. If more than half of the
-digits change, this is not rounding: the backward is not linear."""
+"""Largest measured rounding, relative to the root of the sum of squares of the terms, as an exponent of the unit
+roundoff. If more than half of the digits change, this is not rounding: the backward is not linear."""
 
 
 @lru_cache(8)
 def linearity_certificate(claim: str, kinds: tuple[GradOutputKind, ...], bound: float) -> Certificate:
-    """The certificate of grad_outputs v of some kinds, after v^T J was found to be their VJP."""
+    """The certificate of a test with grad_outputs v of some kinds, in which v^T J was equal to the VJP of v."""
     names = ", ".join(kind.short for kind in kinds)
     return Certificate(claim, f"v^T J against the VJP of v, {len(kinds)} cotangents: {names}", bound)
 
@@ -86,15 +88,16 @@ def disagreement(
     rtol: float | Tensor,
     movement: Callable[[], Tensor] | None = None,
 ) -> tuple[int, int, Tensor] | None:
-    """Where products of a map with `vectors` differ from the sums of its entries: vector, component, allowed error.
+    """Where products of a map with `vectors` first differ from the sums of its entries, if anywhere.
 
-    The allowed error of a component is atol max|v| + rtol times the root of the sum of squares of its terms. If
-    the errors of the entries are independent, this corresponds to the check's own tolerance for entries. atol, rtol:
-    one number for all components, or one for each. movement: gives the difference of the products from run to run, as
-    far as nondet_tol allows it.
+    Returns the number of the vector, the component, and the allowed errors of all products, of their shape. The allowed
+    error of a component is atol max|v| + rtol times the root of the sum of squares of its terms. If the errors of the
+    entries are independent, this corresponds to the check's own tolerance for entries. atol, rtol: one number for all
+    components, or one for each. movement: returns the difference of the products from run to run, as far as nondet_tol
+    allows it.
     """
     if not differ(products, sums, settings.atol, False):
-        return None  # closer than any tolerance below
+        return None  # all errors are within the smallest atol
     allowed = atol * vectors.abs().amax(1, keepdim=True) + rtol * term_sizes(squares, sums)
     if settings.nondet_tol and movement is not None:
         allowed = allowed + movement()
@@ -124,7 +127,10 @@ def measured_rounding(
 def linearity_cotangents(
     m: int, seed: int, device: torch.device, kinds: tuple[GradOutputKind, ...] = GRAD_OUTPUT_KINDS, number: int = 0
 ) -> Tensor:
-    """The cotangents of a `LinearityTest`, one of each kind: float64, shape (kinds, m). number: selects other ones."""
+    """The cotangents of a `LinearityTest`, one of each kind: float64, shape (kinds, m).
+
+    number: which set of cotangents; each number gives different vectors.
+    """
     cotangents = torch.empty(len(kinds), m, dtype=torch.float64, device=device)
     for kind, cotangent in zip(kinds, cotangents.unbind(), strict=True):
         kind.fill_(cotangent, seed, COTANGENT_STREAM + 16 * (kind.stream + len(GRAD_OUTPUT_KINDS) * number))
@@ -132,7 +138,7 @@ def linearity_cotangents(
 
 
 class LinearityTest:
-    """Compares v^T J with the VJP of v in R^m, for all outputs at once; by default, for one v per GRAD_OUTPUT_KINDS.
+    """Compares v^T J with the VJP of v in R^m, for all outputs at once, and for one v of each kind.
 
     If there is a single row (m = 1), this test is not needed, because the row was repeated at another scale.
     """
@@ -148,11 +154,11 @@ class LinearityTest:
         excluded_columns: Tensor | None = None,
         number: int = 0,
     ) -> None:
-        """The arguments.
+        """Makes the cotangents.
 
-        rows_repeated: whether all rows were run twice. moving: runs all rows twice, if one may differ from run to run.
-        kinds: the kinds of v. excluded_rows, excluded_columns: the rows and columns that J leaves out, shapes (m,) and
-        (n,); if rows are left out, no v is expanded. number: as in `linearity_cotangents`.
+        rows_repeated: whether all rows were run twice. moving: runs all rows again, and returns a failure if one
+        differs. kinds: the kinds of v. excluded_rows, excluded_columns: masks of the rows and columns that J leaves
+        out, shapes (m,) and (n,); if rows are left out, no v may be expanded. number: as in `linearity_cotangents`.
         """
         self._problem = problem
         self._settings = settings
@@ -171,11 +177,11 @@ class LinearityTest:
         self.resolution = 0.0
 
     def take(self, gradients: Tensor, movement: float) -> None:
-        """Uses known VJPs of the cotangents; movement: the difference between two runs of the first VJP."""
+        """Uses known VJPs of the cotangents, shape (kinds, n); movement: how much two runs of the first one differ."""
         self._gradients, self._moves_by = gradients, movement
 
     def certificate(self) -> Certificate:
-        """The certificate if the test found no failure."""
+        """The certificate for the case that the test found no failure."""
         return linear_backward(self._kinds, linear_bound(self._error, self._settings))
 
     @property
@@ -219,15 +225,16 @@ class LinearityTest:
             if self._excluded_columns is not None:
                 self._sums = torch.where(self._excluded_columns, self._gradients, self._sums)
             if self._kinds[0] is NON_CONTIGUOUS and not self._rows_repeated:
-                # Run again immediately, on the same graph.
+                # Run again immediately.
                 self._moves_by = movement_between(self._vjp(0), self._gradients[:1])
         return self._gradients
 
     def suspects(self) -> list[tuple[int, int]]:
         """Components of VJPs that differ from sums of entries beyond rounding: (number of v, coordinate), worst first.
 
-        If rounding is larger than that of a few operations, it is measured. So an entry that is missing from a sparse
-        Jacobian is found here, no matter how large the other entries of its column are.
+        If a difference is larger than the rounding of a few operations, the rounding of the backward is measured. This
+        finds an entry that is missing from a sparse Jacobian, unless the rounding of the other entries of its column
+        is larger. `resolution` is then the largest allowed difference.
         """
         gradients = self.gradients()
         negligible = self.resolution = NEGLIGIBLE * self._settings.atol
@@ -250,11 +257,11 @@ class LinearityTest:
         return abs(float(self.gradients()[which, coordinate] - self._sums[which, coordinate]))
 
     def replace_row(self, row: int, change: Tensor) -> None:
-        """Updates v^T J after a change of a row of J: float64, shape (n,)."""
+        """Updates v^T J after a row of J changed; change: float64, shape (n,)."""
         self._sums.addr_(self.cotangents[:, row], change)
 
     def _measured_rounding(self, gradients: Tensor) -> Tensor:
-        """Rounding of a backward, or its difference from run to run as far as allowed: float64, shape (kinds, n)."""
+        """Rounding of the VJPs or, if larger, their allowed difference from run to run: float64, shape (kinds, n)."""
         rounding = measured_rounding(self._vjps, gradients, self._term_sizes, self._problem.unit_roundoff)
         return torch.maximum(rounding, self._movement_allowed(gradients)) if self._settings.nondet_tol else rounding
 
@@ -281,11 +288,11 @@ class LinearityTest:
         which, component, allowed = found
         again = self._vjps()[which, component]
         if bool((again - self._sums[which, component]).abs() <= allowed[which, component]):
-            return nondeterministic(self._problem.outputs[0])  # it was wrong on the first graph, or in one call
+            return nondeterministic(self._problem.outputs[0])  # the VJP was wrong on the first graph, or in one call
         return self._diagnosed(which, component, gradients, allowed)
 
     def _vjps(self, scale: float = 1.0, first_graph: bool = False) -> Tensor:
-        """The VJPs; first_graph: whether the last one is run on the first graph, which func may have changed since."""
+        """The VJPs; first_graph: whether the last one is run on the first graph, which later calls may have changed."""
         cotangents = self.cotangents if scale == 1.0 else self.cotangents * scale
         layouts = [kind.layout for kind in self._kinds]
         if not first_graph:
@@ -298,7 +305,10 @@ class LinearityTest:
         return self._problem.vjp(self.cotangents.narrow(0, which, 1), [self._kinds[which].layout])
 
     def _raised(self, error: Exception) -> Failure:
-        """The failure for a cotangent for which backward raises. Raises if zeros raise, too, or none raises again."""
+        """The failure for a cotangent for which backward raises.
+
+        Raises the exception instead if a zero grad_output raises, too, or if no cotangent raises again.
+        """
         for which, kind in enumerate(self._kinds):
             try:
                 self._vjp(which)
@@ -308,10 +318,10 @@ class LinearityTest:
         raise error
 
     def _movement(self, gradients: Tensor) -> Failure | None:
-        """Tests whether rows that were run only once are deterministic: runs the same cotangents again, bit for bit.
+        """Tests whether rows that were run only once are deterministic, by repeated VJPs of the same cotangents.
 
-        If the VJPs are equal, the rows are assumed to be deterministic. If not, sums may have been added up in another
-        order although no single row differs. Only running all rows twice can decide this.
+        If the VJPs are equal bit for bit, the rows are assumed to be deterministic. If not, sums may have been added up
+        in another order although no single row differs. Only running all rows twice can decide this.
         """
         unit, m = ROUNDING * self._problem.unit_roundoff, self._problem.m
         if differ(gradients, self._sums, unit * m**0.5 * largest(self._sums), False):
@@ -339,9 +349,9 @@ class LinearityTest:
 
 
 def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, dict[int, Tensor]]:
-    """Dtype, size, determinism and homogeneity of the backward of each output, at one element of each part.
+    """Checks dtype, size, determinism and homogeneity of the backward of each output, at one element of each part.
 
-    Returns the failure, if any, and the examined rows, each float64, shape (n,), with their numbers as keys.
+    Returns the failure, if any, and all rows that were run, each float64, shape (n,), with their numbers as keys.
     """
     found: dict[int, Tensor] = {}
     for imaginary in (True, False):
@@ -379,7 +389,7 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
 def linearity_failure(
     problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor, kind: str, part: Tensor | None = None
 ) -> tuple[Failure | None, Tensor]:
-    """The failure if a VJP is not the sum of the VJPs of two parts of its cotangent, both contiguous and negated.
+    """The failure if a VJP is not the sum of the VJPs of two parts of its cotangent, which are run negated.
 
     Returns the failure, if any, and the error of this sum, shape (n,).
 
@@ -390,7 +400,7 @@ def linearity_failure(
     gradient
         VJP of the cotangent, which may have had any layout: float64, shape (n,).
     part
-        One of the two parts, shape (m,); None: a random half of the elements.
+        One of the two parts, shape (m,); None: a random half of the elements. Both parts are contiguous.
     """
     addends = "the negated gradients for two negated grad_outputs that add up to it"
     if part is None:
@@ -406,11 +416,14 @@ def linearity_failure(
 
 
 def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
-    """The failure if REPEAT_SCALE times a cotangent does not give REPEAT_SCALE times its VJP: gradient, shape (n,)."""
+    """The failure if REPEAT_SCALE times a cotangent does not give REPEAT_SCALE times its VJP.
+
+    cotangent: shape (m,); gradient: its VJP, shape (n,).
+    """
     multiple = (cotangent * REPEAT_SCALE).unsqueeze(0)
     scaled = problem.vjp(multiple) / REPEAT_SCALE
     scale, finite = REPEAT_SCALE, gradient.isfinite()
-    if not bool(scaled.isfinite()[0, finite].all()):  # it may overflow, but not once, and not with another sign alone
+    if not bool(scaled.isfinite()[0, finite].all()):  # an overflow recurs, and a negated cotangent does not overflow
         if not torch.equal(problem.vjp(multiple).isfinite(), scaled.isfinite()):
             return nondeterministic(problem.outputs[0])
         scaled, scale = -problem.vjp(-cotangent.unsqueeze(0)), -1.0
@@ -419,7 +432,7 @@ def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, grad
         return None
     failure = negation_failure(problem, settings, "reverse", cotangent)
     atol, rtol = tolerances(problem, settings)
-    allowed = 2 * (atol * largest(cotangent.abs()) + rtol * gradient.abs())  # both gradients may be off
+    allowed = 2 * (atol * largest(cotangent.abs()) + rtol * gradient.abs())  # both gradients may have errors
     if failure is not None or bool((error.abs() <= allowed).all()):
         return failure
     addends = f"gradients for {scale:g} times this grad_output, divided by {scale:g},"
@@ -427,7 +440,7 @@ def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, grad
 
 
 def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
-    """The failure if a VJP is not the sum of the VJPs of each output alone, with undefined other grad_outputs."""
+    """The failure if a VJP is not the sum of the VJPs of single outputs, whose other grad_outputs are undefined."""
     if len(problem.outputs) == 1:
         return None
     rows = cotangent.unsqueeze(0)
@@ -443,7 +456,7 @@ def _sum_failure(
     total = parts.sum(0)
     atol, rtol = tolerances(problem, settings)
     allowed = atol + rtol * parts.abs().sum(0)
-    # Not where a sum of finite parts overflows. A part that is not finite is wrong if the gradient is finite.
+    # A sum of finite parts may overflow: not compared. A part that is not finite is wrong if the gradient is finite.
     known = total.isfinite() | (gradient.isfinite() & ~parts.isfinite().all(0))
     wrong = ~((gradient - total).abs() <= allowed) & known
     if not bool(wrong.any()):

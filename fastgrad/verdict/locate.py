@@ -1,4 +1,4 @@
-"""Finding the coordinate behind a wrong dot product: position ramps, and halving where they disagree."""
+"""Finds the coordinate behind a wrong dot product: by ramps, which give its position, or else by halving."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 WINDOW = 256
-"""The position that a ramp gives is tested with a window around it, of a 128th of the range."""
+"""A position that a ramp gives is tested with a window around it. The window extends to each side by the range divided
+by this number."""
 
 SLACK = 0.01
-"""The position of a dominant contribution may lie outside of the range by this much, because of small contributions."""
+"""Because of small contributions, the position of a dominant one may lie outside the range by this share of the range.
+"""
 
 
 def locate(residual: Callable[[Tensor], float], vector: Tensor, value: float) -> int:
     """The coordinate that contributes most to a linear functional, which is zero if nothing is wrong.
 
-    The functional is evaluated for the vector times a ramp from 0 to 1. This value, divided by the
-    functional of the vector itself, is the position of a dominant contribution. If one contribution
-    dominates, this takes about 2 log(size) / log(WINDOW / 2) calls of residual, and at worst log2(size)
-    more.
+    The functional is evaluated for the vector times a ramp from 0 to 1. This value, divided by the functional of the
+    vector itself, is the position of a dominant contribution. If one contribution dominates, this takes about
+    2 log(size) / log(WINDOW / 2) calls of residual. If none does, each halving may take three calls.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Whether the product of a negated vector is the negated product: a derivative that depends on a sign is not linear."""
+"""Tests whether a negated vector gives the negated product: a derivative that depends on a sign is not linear."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.locate import locate
 
 MOST_COMPONENTS = 8
-"""Components of a product that are traced to an element: the worst ones."""
+"""Largest number of components of a product, the worst ones, that are traced to an element of the vector."""
 
 
 def linear_bound(error: Tensor, settings: Settings) -> float:
     """The smallest error, for vectors of one sign, that sums detect; error: the difference of products and sums."""
-    return max(settings.atol, 2 * largest(error))  # the components of a vector are at least 1/2
+    return max(settings.atol, 2 * largest(error))  # nonzero components of a vector are at least 1/2 in magnitude
 
 
 def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: Tensor) -> Failure | None:
@@ -28,10 +28,9 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
 
     vector: a tangent, shape (n,), or a grad_output, shape (m,).
 
-    The tolerance of a product is relative to all of its terms, so it may hide a wrong entry next to larger ones. But
-    the products of a vector and of the negated vector add up to zero, up to rounding, component by component. If the
-    sum of a component is not zero, bisection finds the responsible element of the vector, with about 4 log2(size)
-    products.
+    The tolerance of a product is relative to all of its terms, and may hide a wrong entry next to larger ones. But the
+    products of a vector and of the negated vector add up to zero, up to rounding, component by component. If the sum of
+    a component is not zero, `locate` finds the responsible element of the vector, with two products per call.
     """
 
     def products(factors: Tensor) -> Tensor:
@@ -45,7 +44,7 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
     if spoilt.numel():
         return _not_finite(problem, mode, int(spoilt[0]), plus, minus)
     sums = plus + minus
-    sizes = sums.abs().nan_to_num(0.0, 0.0, 0.0)  # those of the vector that are not finite were compared
+    sizes = sums.abs().nan_to_num(0.0, 0.0, 0.0)  # components of plus that are not finite were compared elsewhere
     for component in sizes.argsort(descending=True)[:MOST_COMPONENTS].tolist():
         if not sizes[component] > settings.atol / 2 + settings.nondet_tol:
             break
@@ -67,7 +66,7 @@ def nonlinear_component(mode: Mode, block: Block, at: int, when: str, value: flo
 
 
 def _not_finite(problem: Problem, mode: Mode, component: int, plus: Tensor, minus: Tensor) -> Failure:
-    """The failure of a component that is finite for a vector, and not for the negated one."""
+    """The failure of a component that is finite for a vector, but not for the negated one."""
     block = block_with(problem.inputs if mode == "reverse" else problem.outputs, component)
     when = f"for a random {'grad_output' if mode == 'reverse' else 'tangent'}"
     but = f"for the negated one it is {minus[component].item():.6g}"
@@ -89,7 +88,7 @@ def _element_failure(
     row, column = (component, element) if mode == "forward" else (element, component)
     output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
     own = settings.of(block.index)
-    # Each of the two values may be off by the tolerance.
+    # Each of the two values may have an error up to the tolerance.
     if not abs(plus + minus) > 2 * (own.atol + own.rtol * abs(plus)) + settings.nondet_tol:
         return None
     of_output = f"output {output.index} at {list(output.index_at(row))}"

@@ -1,7 +1,8 @@
-"""Whether outputs change along random directions as the entries of a sparse Jacobian predict.
+"""Tests whether outputs change along random directions as the entries of a sparse Jacobian predict.
 
-Until this is tested, a pattern is a guess. If the pattern lacks an entry, the derivative of its output along any
-direction shows it: either alone, or added to another entry of its row that was measured together with it.
+Until this is tested, a pattern is a guess. If the pattern lacks an entry, it is missing from the sum of the entries, or
+it was added to another entry of its row that was measured together with it. In both cases the sum differs from the
+derivative of its output, along almost every direction.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ MOST_SUSPECTS = 8
 """Largest number of rows, and of columns, that are examined after a failed certificate."""
 
 MOST_PEELED = 8
-"""Largest number of harmless entries of a row that are subtracted from its unexplained part."""
+"""Largest number of harmless entries of a row (those that differ at eps, but are right when re-measured) that are
+subtracted from its unexplained part."""
 
 DIRECTIONS, DIRECTIONS_WATCHED = 3, 2
-"""Number of directions of the numerical certificate. The second number applies if the pattern was found by watching
+"""Number of directions of the numerical certificate. The second number applies if the pattern was found by comparing
 outputs bit by bit."""
 
 ROUNDING = 8.0
@@ -45,33 +47,33 @@ ROUNDING = 8.0
 
 NEGLIGIBLE = 2.0**-10
 """Share of atol below which an error of a derivative along a direction is ignored. With the default confidence, three
-directions find entries that are a thousand times larger."""
+directions find entries that are a thousand times as large as this error, that is, of about atol."""
 
 STARTS = (1.0, 2.0**2, 2.0**4, 2.0**6, 2.0**9, 2.0**12)
-"""Candidates for the first step, in units of eps; the smallest with negligible rounding is used."""
+"""Candidates for the first step, in units of eps. The smallest one with negligible rounding is used."""
 
 LARGEST_TWO_POINT = 2.0**4
 """Largest step, in units of eps, for which two evaluations suffice for a derivative along a direction."""
 
 SMALLER, LARGER = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**5, 2.0**12)
-"""Further steps, in units of eps. Moving many coordinates together may cross kinks that moving one does not; smaller
-steps do not cross them. For larger steps, rounding is relatively small."""
+"""Further steps, in units of eps. If many coordinates move together, they may cross kinks that a single one does not
+cross; smaller steps may avoid this. For larger steps, rounding is relatively small."""
 
 FEW_HIDING = 2.0**-8
 """Largest share of outputs that may hide entries which matter, for example outputs next to kinks. The check is then
-undecided. If more outputs may hide entries, outputs are watched bit by bit instead."""
+undecided. If more outputs may hide entries, the pattern is sought by comparing outputs bit by bit instead."""
 
 MOST_SEPARATED = 64
 """Largest number of outputs that may hide entries, and of columns of these outputs, to examine separately."""
 
 SOON_SEPARATED = 16
-"""Up to this many such outputs and columns are examined separately before further steps are tried: four steps take 48
-evaluations, and as many for repeats; each column takes two."""
+"""Up to this many such outputs and columns are examined separately after the first of the further steps. The other four
+would take 48 evaluations, and 48 for repeats; each column takes two."""
 
 MOST_FOLLOW_UP_CALLS = 200
 """Number of calls that further steps may take: six steps in three directions with four evaluations each, the same again
-without the columns of single outputs, and these columns. Repeats of these steps are not counted. If the dense engine
-takes fewer calls, it is used instead."""
+without the columns that are examined separately, and these columns. Repeats of these steps are not counted. If the
+dense engine takes no more calls, it is used instead."""
 
 MOST_WRONG_SHARE = 1 / 4
 """If more than this share of the rows is wrong, kinks are not the reason, and smaller steps do not help."""
@@ -89,7 +91,7 @@ class Incomplete:
     rows, columns
         The row and column of each entry: shape (entries,).
     refuted
-        Whether too many entries are missing to list them one by one.
+        Whether the pattern must be given up, for example because too many entries are missing to list them one by one.
     unexplained
         The part of a derivative or a product that no entry explains; None: everything is explained.
     """
@@ -101,7 +103,7 @@ class Incomplete:
 
     @property
     def ends(self) -> bool:
-        """Whether this pattern is useless."""
+        """Whether the pattern cannot be corrected by adding the missing entries."""
         return self.refuted or self.unexplained is not None
 
     @property
@@ -113,7 +115,7 @@ class Incomplete:
 def incomplete(
     learnt: list[tuple[Indices, Indices]], refuted: bool = False, unexplained: float | None = None
 ) -> Incomplete:
-    """An `Incomplete` of entries that were found in several places: (rows, columns) for each place."""
+    """An `Incomplete` of all entries in `learnt`, which holds (rows, columns) of several groups of entries."""
     if not learnt:
         return Incomplete(NO_INDICES, NO_INDICES, refuted, unexplained)
     rows, columns = (np.concatenate(numbers) for numbers in zip(*learnt, strict=True))
@@ -121,7 +123,7 @@ def incomplete(
 
 
 def numerical_certificate(directions: int, watched: bool, bound: float) -> Certificate:
-    """The certificate of so many directions; watched: whether outputs were also compared bit by bit."""
+    """The certificate of this many directions; watched: whether outputs were also compared bit by bit."""
     method = f"{directions} random directions" + watched * ", and bit by bit"
     method += ": the derivatives along them against the sums of entries"
     return Certificate("the numerical entries outside the sparsity pattern are zero", method, bound)
@@ -138,7 +140,7 @@ class _Discrepancies:
     noise
         Allowed error of the derivatives: float64, shape (m,).
     base, rounding
-        The outputs, and the rounding of a derivative, relative to them.
+        The outputs, float64, shape (m,); and the rounding of a derivative, relative to the outputs.
     share
         Factor of rounding and noise: more than 1 if the entries also have rounding and noise.
     """
@@ -171,12 +173,12 @@ _Taken = tuple[Callable[[], Differences], int]
 
 
 class NumericalCertificate:
-    """Certifies that no entry of func lies outside a pattern, and that the entries on it are those of func.
+    """Certifies that no entry of func lies outside a pattern, and that the entries in the pattern are those of func.
 
     Attributes
     ----------
     values
-        The entries on the pattern: float64, shape (nnz,).
+        The numerical entries in the pattern: float64, shape (nnz,).
     bound
         The smallest size of an entry outside the pattern that is detected; known after `certify` has run.
     """
@@ -197,12 +199,12 @@ class NumericalCertificate:
         return self.bound > self.asked
 
     def certificate(self) -> Certificate:
-        """The certificate if nothing is missing."""
+        """The certificate for the case that nothing is missing."""
         watched = self._compression.pattern.is_numerical
         return numerical_certificate(DIRECTIONS_WATCHED if watched else DIRECTIONS, watched, self.bound)
 
     def screen(self, values: Tensor) -> list[int]:
-        """Outputs that do not change along one direction as the entries predict, worst first."""
+        """The numbers of outputs that do not change along one direction as the entries predict, worst first."""
         self.values = values
         # The first step is chosen for the typical output. For a few large outputs, larger steps are tried afterwards.
         usual = float(torch.linalg.vector_norm(self._base, 1)) / max(1, self._base.numel())
@@ -220,27 +222,28 @@ class NumericalCertificate:
     ) -> Failure | list[int] | None:
         """Tests that outputs change along random directions as entries predict.
 
-        If analytical entries are given, they are used instead of the numerical ones. They explain the products, so they
-        are known more exactly. And if func has an entry that the backward lacks, it was not added to another entry.
+        If analytical entries are given, they are used instead of the numerical ones. They are more accurate, because
+        VJPs have confirmed them. And an entry that only func has is not added to another analytical entry, as it is to
+        a numerical entry of its group.
 
         Parameters
         ----------
         analytical
             The analytical entries: float64, shape (nnz,); None: the numerical entries are used.
         row_of
-            Gives a row of the backward, run alone.
+            Returns a row of the backward, run separately.
 
         Returns
         -------
         Failure or list or None
-            A failure, or the outputs that do not change as predicted. None if the dense engine costs less than further
-            steps, or if too many outputs may hide entries; then the pattern must be found in another way.
+            A failure, or the numbers of the outputs that do not change as predicted. None if the dense engine costs
+            less than further steps, or if too many outputs may hide entries, so that another pattern must be found.
         """
         watched = self._compression.pattern.is_numerical
         count = DIRECTIONS_WATCHED if watched else DIRECTIONS
-        # An entry is multiplied by a component of a direction. If it was measured together with another entry, it is
-        # multiplied by the difference of two components. This difference is smaller than a share s with probability s,
-        # and in all directions with probability s^count.
+        # A missing entry is multiplied by a component of a direction or, if it was added to another entry, by the
+        # difference of two components. This difference is smaller than s with probability s, and in all directions with
+        # probability s^count.
         together = (1 - self._settings.confidence) ** (1 / count)
         self._margin = together if analytical is None else 0.5
         self._shares = (self._margin / together, 1.0)
@@ -252,7 +255,7 @@ class NumericalCertificate:
             if bool(found.wrong.any()):
                 break
             differences = self._of_direction(k)()
-            # Noise along any direction, for example by a kink, hides entries from all of them.
+            # Noise along one direction, for example from a kink, allows errors along all directions.
             noise = torch.maximum(noise, differences.noise)
             found = self._compared(replace(differences, noise=noise, sizes=None), entries, rounding)
             taken.append((self._of_direction(k), checksum(differences.derivatives)))
@@ -270,14 +273,14 @@ class NumericalCertificate:
                 if failure is not None:
                     return failure
         if watched:
-            # If a change moves no bit of an output, no difference can show it.
+            # Outputs were compared bit by bit. Differences cannot show an entry that changes no bit of its output.
             self.bound = max(min(self.bound, self.asked), self._unresolved)
         elif self._hiding.numel() > FEW_HIDING * self._base.numel():
             return None
         return rows
 
     def follow(self, rows: list[int], row_of: Callable[[int], Tensor]) -> Failure | Incomplete:
-        """Finds the wrong entry of a row; if there is none, returns the missing entries, from the rows' gradients."""
+        """The failure of a wrong entry in some rows or, if there is none, the missing entries of these rows."""
         learnt: list[tuple[Indices, Indices]] = []
         for row in rows[:MOST_SUSPECTS]:
             gradient = row_of(row)
@@ -303,11 +306,11 @@ class NumericalCertificate:
         return located_failure([found]) if found.remeasured is not None else None
 
     def _unexplained_rows(self, count: int, analytical: Tensor | None, excluded: _Excluded | None = None) -> list[int]:
-        """Outputs that do not change as entries predict, worst first; notes outputs that may hide entries.
+        """The outputs that do not change as entries predict, worst first; notes the outputs that may hide entries.
 
-        This takes several steps in the same directions. For each output, the step with the best resolution decides. If
-        another step found an error, it is dropped only if the best step would have resolved it, and if the differences
-        of all steps are the same when they are repeated. If outputs and columns are excluded, only these outputs are
+        This takes several steps in the same directions. For each output, the step with the best resolution decides. An
+        error that another step found is ignored only if the best step would have resolved it. The differences of all
+        steps must be the same when they are repeated. If outputs and columns are excluded, only these outputs are
         examined, and these columns do not move.
         """
         size = self._base.shape
@@ -352,7 +355,7 @@ class NumericalCertificate:
         return worst_first.tolist()
 
     def _separable_columns(self, rows: Tensor, most: int) -> Tensor | None:
-        """The columns of some rows; None if there are more than `most` rows or columns, or a block is complex."""
+        """The columns of some rows; None if there are none or more than `most` of either, or if a block is complex."""
         if not 0 < rows.numel() <= most or any(
             block.is_complex for block in (*self._problem.inputs, *self._problem.outputs)
         ):
@@ -361,7 +364,7 @@ class NumericalCertificate:
         return columns if 0 < columns.numel() <= most else None
 
     def _explained_to(self, sizes: Tensor, excluded: _Excluded | None = None) -> None:
-        """Stores the sizes up to which outputs may hide entries: float64, shape (m,)."""
+        """Stores up to which size outputs may hide entries; sizes: of each output, float64, shape (m,)."""
         earlier = self._explained if excluded is not None else 0.0
         self._explained = max(earlier, largest(sizes.where(sizes <= self.asked, 0.0)))
         self._hiding = (sizes > self.asked).nonzero().reshape(-1)
@@ -370,10 +373,13 @@ class NumericalCertificate:
     def _separated(
         self, unexplained: list[int], count: int, analytical: Tensor, row_of: Callable[[int], Tensor]
     ) -> tuple[Failure | None, list[int]]:
-        """Examines outputs again that are not explained or may hide entries, if they are few; returns as `certify`.
+        """Examines outputs again that are not explained or may hide entries, if they are few.
 
-        Such outputs may be next to kinks. Their columns, moved together with others, cross the kinks at every step for
-        which rounding is small. So these columns are measured one by one, and all other columns move together.
+        Returns the failure, if any, and the numbers of the outputs that are still not explained.
+
+        Such outputs may be next to kinks. If their columns move together with others, they cross the kinks at every
+        step for which rounding is small. Therefore these columns are measured one by one, and only all others move
+        together.
         """
         compression = self._compression
         rows = torch.unique(torch.cat([self._hiding, self._hiding.new_tensor(unexplained)]))
@@ -391,7 +397,7 @@ class NumericalCertificate:
         allowed = atol + rtol * found.abs()
         differs = ~((expected - found).abs() <= allowed)
         lacking = rows[differs.any(0)].tolist()
-        for row in lacking:  # their entries may be outside of the pattern, or be added to other entries
+        for row in lacking:  # their entries may be outside the pattern, or be added to other entries
             expected[:, int(torch.searchsorted(rows, row))] = row_of(row)[columns]
         differs = ~((expected - found).abs() <= allowed)
         if lacking and not bool(differs.any()):
@@ -414,7 +420,7 @@ class NumericalCertificate:
         measure = partial(self._differences_along, count=self._count, extrapolated=self._count, excluded=self._excluded)
         differences = measure(self._refuting[row])
         if not bool(differences.derivatives[:, row].isfinite().all()):
-            differences = measure(SMALLER[0])  # func is not defined as far away as the step
+            differences = measure(SMALLER[0])  # func is not defined at the distance of the step
         entries, rounding = self._against
         allowed = float(self._compared(differences, entries, rounding).allowed[row]) + NEGLIGIBLE * settings.atol
         found: list[Found] = []
@@ -438,7 +444,10 @@ class NumericalCertificate:
 
     @cached_property
     def asked(self) -> float:
-        """The least size of an entry outside of the pattern that matters: atol, or what moves an output by one bit."""
+        """The smallest size of an entry outside the pattern that matters.
+
+        It is atol or, if larger, the size that changes the largest output by two ulps at a step of eps.
+        """
         one_bit = 4 * self._problem.unit_roundoff * largest(self._base) / self._settings.eps
         return max(self._settings.atol, one_bit)
 
@@ -452,7 +461,7 @@ class NumericalCertificate:
     ) -> Differences:
         """As `directional_differences`, without the excluded outputs and columns.
 
-        step: in units of eps. first: number of the first direction. The same number is the same direction at each step.
+        step: in units of eps. first: number of the first direction. Each number is the same direction at all steps.
         """
         compression = self._compression
         fixed = compression.excluded_columns
@@ -468,18 +477,21 @@ class NumericalCertificate:
         return differences
 
     def _repeat(self, taken: Iterable[_Taken]) -> None:
-        """Repeats differences that decided nothing, and notes it if func's values have changed."""
+        """Repeats differences that decided nothing, and notes if func's values have changed."""
         for measure, before in taken:
             if _change(measure, before, self._settings, self._base):
                 self._problem.irreproducible.append(ALONG_DIRECTION)
 
     def _of_direction(self, number: int) -> Callable[[], Differences]:
-        """Measures the differences of a direction at the first step."""
+        """A function that measures the differences along one direction at the first step."""
         extrapolated = 1 if number == 0 else int(self._start > LARGEST_TWO_POINT)
         return partial(self._differences_along, self._start, 1, extrapolated=extrapolated, first=number)
 
     def _compared(self, differences: Differences, entries: Tensor, rounding: float | None) -> _Discrepancies:
-        """Derivatives along random directions against the sums of entries, which have rounding errors themselves."""
+        """Compares derivatives along random directions with the sums of entries.
+
+        rounding: of these sums, relative to the outputs, if the entries are numerical; None: they are analytical.
+        """
         base = self._base
         if self._compression.excluded_rows is not None:
             base = base.masked_fill(self._compression.excluded_rows, 0.0)
@@ -495,7 +507,7 @@ class NumericalCertificate:
 
 
 def _change(repeat: Callable[[], Differences], before: int, settings: Settings, base: Tensor) -> bool:
-    """Whether differences with the checksum `before` change if they are repeated, by more than rounding of each run."""
+    """Whether differences with the checksum `before` change when repeated, other than by rounding in each run."""
     second = repeat()
     if checksum(second.derivatives) == before:
         return False

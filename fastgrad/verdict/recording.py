@@ -1,4 +1,4 @@
-"""Whether gradients depend on create_graph, or on which tensor holds the values of grad_output; they must not."""
+"""Tests that gradients depend neither on create_graph nor on which tensor holds the values of grad_output."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fastgrad.report.settings import Settings
 
 
 def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | None:
-    """The failure if gradients with create_graph=True and without differ by more than the tolerances.
+    """The failure if gradients with and without create_graph=True differ by more than the tolerances.
 
-    Training uses the gradients without create_graph. Second derivatives are those of the gradients with it.
+    Training uses gradients without create_graph=True. Second derivatives are those of gradients with it.
     """
     recorded, unrecorded = problem.base(), problem.evaluate(False, problem.nowhere())
     return _difference(problem, settings, "recorded gradient", "with it", recorded, "without", unrecorded)
@@ -26,9 +26,9 @@ def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | 
 def check_new_grad_outputs(problem: Problem, settings: Settings, backward: Backward) -> Failure | None:
     """The failure if gradients differ between grad_outputs that are moved in place and new tensors with these values.
 
-    They differ if backward caches gradients by the address or identity of grad_output. The differences of such a
+    The gradients differ if backward caches them by the address or identity of grad_output. The differences of such a
     backward are zero, because differences move grad_outputs in place. This is not tested if the caller passed
-    grad_outputs, because func may refer to them.
+    grad_outputs, because func may refer to these tensors.
     """
     blocks = [block for block in problem.inputs if block.position >= backward.count]
     if backward.made == "given" or not blocks:

@@ -1,4 +1,4 @@
-"""Entries that differ at eps, re-measured over many steps: which of them are wrong, and how to report them."""
+"""Re-measures entries that differ at eps over many steps: which of them are wrong, and how to report them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MOST_UNDECIDED_ERROR = 64.0
 rounding next to a kink. With a larger error, the derivative counts as not converged."""
 
 CLEAR_DIFFERENCE = 16.0
-"""The least difference of an entry for which a few steps suffice to call it wrong, in units of the sum of its tolerance
-and the estimated error of its derivative."""
+"""The least difference for which a few steps suffice to show that an entry is wrong, in units of the sum of its
+tolerance and the estimated error of its derivative."""
 
 MOST_OTHER_ENTRIES = 7
-"""Number of wrong entries to report in addition to the worst."""
+"""Largest number of wrong entries to report in addition to the worst one."""
 
 
 @dataclass(frozen=True)
 class Suspects:
-    """Entries of one output and one input that differ at eps, the one with the largest difference first.
+    """Entries of one output and one input that differ at eps. Those that come first are re-measured first.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Suspects:
         return Suspects(head.output, head.input, head.tolerances, *map(torch.cat, values))
 
     def entry(self, which: int, refined: complex | None = None, error: float | None = None) -> Entry:
-        """One of the entries for a report; refined: its numerical value after re-measuring; error: of this value."""
+        """One of the entries, for a report; refined: its numerical value after re-measuring; error: of this value."""
         numerical = complex(self.numerical[which]) if refined is None else refined
         analytical = complex(self.analytical[which])
         places = self.output.index_at(int(self.outputs[which, 0])), self.input.index_at(int(self.inputs[which, 0]))
@@ -80,7 +80,7 @@ class Suspects:
 
 @dataclass(frozen=True)
 class RemeasuredEntry:
-    """An entry for the report that is also wrong at other steps, or whose derivative cannot be determined.
+    """An entry, for the report, that is also wrong at other steps, or whose derivative cannot be determined.
 
     convergence: its measurements, large steps first. others: more such entries that were re-measured at the same time.
     noise: the largest error of the differences at eps, among the entries that were re-measured and converged.
@@ -95,7 +95,10 @@ class RemeasuredEntry:
 
 
 def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> RemeasuredEntry | None:
-    """The first suspected entry that cannot be re-measured, because func, x or the analytical entry is not finite."""
+    """A suspected entry that cannot be re-measured, because func, x or the analytical entry is not finite.
+
+    None if there is none. Of several, the one to which most of these reasons apply comes first in the report.
+    """
     base = problem.evaluate(record_graph, torch.zeros(problem.n, dtype=torch.float64, device=problem.device))
     values, x = base[suspects.outputs], problem.coordinates()[suspects.inputs]
     of_func, of_input = ~values.isfinite().all(1), ~x.isfinite().all(1)
@@ -103,8 +106,8 @@ def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> Reme
     wrong = of_func | of_input | of_backward
     if not bool(wrong.any()):
         return None
-    # One element that is not finite may make many entries wrong, because infinity times zero is NaN. Report an entry of
-    # this element itself.
+    # One element that is not finite may make many entries wrong, because infinity times zero is NaN. The entry that is
+    # reported is one of this element itself.
     votes = torch.stack([of_func, of_input, of_backward, suspects.analytical.isinf()])
     order = votes.sum(0).argsort(descending=True, stable=True)
     worst = int(order[0])
@@ -114,7 +117,7 @@ def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> Reme
     where = f"input {block.index} at {list(entry.input_index)} is {_number(x[worst])}"
     if bool(of_func[worst]):
         detail = f"func is not finite: output {output.index} at {list(entry.output_index)} is {_number(values[worst])}"
-        # If this input and its entry are finite, func's value does not come from this input: it is not named.
+        # If the input and its entry are finite, func's value does not come from this input, which is then not named.
         detail += f", and {where}" if bool(of_input[worst] | of_backward[worst]) else ""
     elif bool(of_input[worst]):
         detail = f"{where}, so differences cannot be computed there"
@@ -163,7 +166,7 @@ def worst_remeasured(
     shape = suspects.outputs.shape
     doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
     jumps = torch.stack([column.jumps.reshape(shape).any(1) for column in columns]).any(0)
-    # Changes of func that are smaller than its own rounding do not excuse a wrong gradient.
+    # A gradient is wrong if it agrees only with slopes that come from rounding inside func.
     converged &= ~(doubtful & agrees)
     off = errors.abs()
     is_open = agrees & ~converged & ~doubtful & ~jumps & (off <= MOST_UNDECIDED_ERROR * allowed)
@@ -176,7 +179,7 @@ def worst_remeasured(
 
 
 def _moved(suspects: Suspects, columns: list[Refinement]) -> Tensor:
-    """Which entries are undetermined: func gave different values for equal inputs, at eps or at x."""
+    """A mask of the entries for which func gave different values when it was evaluated again at the same points."""
     again, moves, drift = (
         _entries([getattr(column, name).reshape(suspects.outputs.shape) for column in columns])
         for name in ("at_eps", "moves", "drift")
@@ -192,7 +195,10 @@ def _moved(suspects: Suspects, columns: list[Refinement]) -> Tensor:
 def _refined(
     problem: Problem, record_graph: bool, eps: float, groups: Sequence[Suspects], quickly: bool
 ) -> list[Refinement]:
-    """Derivatives at the suspects, one refinement per part (real, imaginary) of the inputs; quickly: see `measured`."""
+    """The refined derivatives of the suspects, one `Refinement` per part (real, imaginary) of the input.
+
+    quickly: as in `measured`.
+    """
     columns = []
     for part in range(groups[0].inputs.shape[1]):
         found = [
@@ -220,7 +226,7 @@ def _values_and_errors(suspects: Suspects, columns: list[Refinement]) -> tuple[T
 
 
 def _clearly_wrong(suspects: Suspects, columns: list[Refinement]) -> Tensor:
-    """Which entries are certainly wrong after a few steps: those of a smooth func that are far off."""
+    """A mask of the entries that a few steps show to be wrong: func is smooth there, and the difference is large."""
     own = suspects.tolerances
     values, errors, clear = _values_and_errors(suspects, columns)
     difference = (suspects.analytical - values).abs()
@@ -268,7 +274,7 @@ def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tu
     of_entry = slice(entry * shape[1], (entry + 1) * shape[1])
     own = [column.of(of_entry) for column in columns]
     is_real = len(own) == shape[1] == 1
-    # The values of func for a complex entry are in two columns, or side by side in one column.
+    # The two parts of a complex entry are in two refinements, or in two rows of one refinement.
     changes = _parts([column.changes for column in own])
     widths = [column.widths.tolist() for column in own]
     estimates = _parts([column.changes / column.widths for column in own])
@@ -280,14 +286,17 @@ def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tu
 
 
 def _parts(columns: list[Tensor]) -> list[complex]:
-    """Complex numbers of one entry, from shape (1 or 2, steps) each."""
+    """One complex number per step, for one entry, from one or two tensors of shape (1 or 2, steps)."""
     steps = min(column.shape[1] for column in columns)
     together: list[complex] = _entries([column[:, :steps].t() for column in columns]).tolist()
     return together
 
 
 def _entries(columns: list[Tensor]) -> Tensor:
-    """Complex entries from real columns, shape (entries, 1 or 2) each: (re, im) are two columns, or side by side."""
+    """Complex entries, shape (entries,), from real tensors of shape (entries, 1 or 2).
+
+    The real and imaginary parts are in two tensors, or side by side in one.
+    """
     if len(columns) == 2:
         return torch.complex(columns[0][:, 0], columns[1][:, 0])
     (column,) = columns
@@ -297,7 +306,7 @@ def _entries(columns: list[Tensor]) -> Tensor:
 def _trouble(
     columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, moved: bool
 ) -> tuple[str, Trouble | None]:
-    """Special properties of the worst entry's derivative, as a clause and by name."""
+    """Special properties of the worst entry's derivative: a clause, and the name of the property."""
     own, width = suspects.tolerances, suspects.outputs.shape[1]
     jump = max((column.jumps[row].item() for column in columns for row in _rows_of(suspects, worst)), key=abs)
     if jump and not moved:

@@ -1,4 +1,4 @@
-"""Finds a custom backward that keeps state: a few VJPs are run early, and again after all others."""
+"""Detects a custom backward that keeps state: a few VJPs are run early, and again after all others."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from fastgrad.verdict.negation import nonlinear_component
 from fastgrad.verdict.repeated_rows import by_inputs, gradients_agree, nondeterministic, nondeterministic_func
 
 FIRST_PRODUCT, LAST_PRODUCT = NON_CONTIGUOUS, SPARSE
-"""Kinds of the cotangents that are run before and after the rows: one for a product of all rows, one for a product of
-few rows. They are contiguous here.
+"""Kinds of the cotangents that are run before and after the rows: the first gives a product of all rows, the second a
+product of few rows. The cotangents are contiguous here.
 
-If a backward is wrong in the first calls on every graph, these calls are at first the product and the last row, and
-other rows when calls are repeated. So the gradients differ.
+Suppose that a backward is wrong in the first calls on every graph. In the first run, these calls are the product of all
+rows and the last row; in the repeated run, they are another row and the product. So some gradients differ.
 """
 
 FIRST_PRODUCTS = 4
-"""How often an exact check repeats the product of all rows. With the first call of the check, the product is then once
-the first, second, ... and fifth call on a graph. So an error in one of these calls is found, whichever entry is wrong.
-"""
+"""How often an exact check repeats the product of all rows. Including its first run, the product is then once the
+first, second, ... and fifth call on a graph. So an error in one of these calls is found, whichever entry is wrong."""
 
 SUM_MULTIPLE = -(2.0**-6)
 """If a VJP is not the sum of other VJPs, the VJP of this multiple of its cotangent shows whether backward is nonlinear.
-The multiple is small and has the opposite sign, so a limit on the size of grad_output, or a branch for its sign, acts
-differently."""
+The multiple is small and has the opposite sign: a backward that limits the size of grad_output, or depends on its sign,
+treats it differently."""
 
 MOST_CALLS = 128
-"""An exact check runs a custom backward, and func before the first graph is run again, at least this often, or as often
-as torch's checker if that is less. So a backward that is wrong from one of these calls on is found."""
+"""Least number of calls of a custom backward in an exact check, and of func before a VJP on the first graph is run
+again; or the number of calls in torch's checker, if it is smaller. A backward that is wrong from one of these calls on
+is found."""
 
 
 class RepeatedCalls:
     """Runs a few VJPs before all others and repeats them at the end of a check, to find state in a custom backward.
 
     Only a custom backward can keep state. torch's checker, which runs each row twice, finds a backward that is wrong
-    from some call on. This class finds it, too, if the call is among the first MOST_CALLS; in fast mode, if the check
-    makes this call.
+    from some call on. So does this class, if the call is among the first MOST_CALLS or, in fast mode, among the calls
+    of the check.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class RepeatedCalls:
         if not self._is_needed:
             return
         m = problem.m
-        # The last row is included, because kernels treat the remainder at the end separately.
+        # The last row is included, because kernels may treat the remainder at the end separately.
         self._rows = list(dict.fromkeys([m - 1, settings.seed % m, (settings.seed + m // 2) % m]))
         self._outputs = [block_with(problem.outputs, row).index for row in self._rows]
         if m > 1:
@@ -106,10 +106,10 @@ class RepeatedCalls:
         return slice(1, -1) if self._problem.m > 1 else slice(None)
 
     def take(self, jacobian: Tensor, products: Tensor) -> None:
-        """Uses VJPs that ran before all others as the first VJPs, instead of running them; if there are none yet.
+        """Uses VJPs that ran before all others as the first VJPs, unless the first VJPs have already been run.
 
         jacobian: the rows, float64, shape (m, n). products: the VJPs of the `linearity_cotangents` of
-        GRAD_OUTPUT_KINDS, in any layout.
+        GRAD_OUTPUT_KINDS, whose grad_outputs may have had any layout: float64, shape (kinds, n).
         """
         if not self._is_needed or self._known is not None:
             return
@@ -136,7 +136,7 @@ class RepeatedCalls:
         return _cached_cotangents.__wrapped__(m, seed, device, rows, calls)
 
     def vjp(self, cotangent: Tensor) -> Tensor:
-        """A VJP, shape (1, n), that is not compared with rows. At the end, the sum of all such VJPs is compared."""
+        """A VJP, shape (1, n), that is not compared with rows; the sum of all such VJPs is compared at the end."""
         gradient = self._problem.vjp(cotangent)
         self.add(cotangent, gradient)
         return gradient
@@ -153,7 +153,10 @@ class RepeatedCalls:
             torch.maximum(sizes, gradient.abs(), out=sizes)
 
     def run_more_rows(self) -> dict[int, Tensor]:
-        """Further rows, run separately if that is quick, in place of calls that `failure` would otherwise repeat."""
+        """Further rows, run separately, in place of calls that `failure` would otherwise repeat.
+
+        Each row is float64, shape (n,); keys: row numbers. Empty if vectors take much memory, or if no calls are left.
+        """
         problem = self._problem
         left = self._most - problem.vjps - len(self._order(one_round=True)) if self._is_needed else 0
         if left <= 0 or not self.rows or self._at_once == 1:
@@ -166,11 +169,11 @@ class RepeatedCalls:
 
     @property
     def product(self) -> Tensor | None:
-        """The VJP of the first product, shape (1, n), if it was run before all others."""
+        """The product of all rows with the cotangent FIRST_PRODUCT, shape (1, n), if it was run before all others."""
         return self._known[:1] if self._known is not None and self.rows and self._problem.m > 1 else None
 
     def see(self, block: JacobianBlock) -> None:
-        """Compares the first rows with the rows of a block, which were run later."""
+        """Compares the first rows with the rows of a block, which were run later; `failure` returns the result."""
         width, count = block.output.width, block.analytical.shape[0]
         first = block.output.first + block.first_row * width + int(block.part == "imaginary")
         start = block.input.first + block.first_column
@@ -186,7 +189,7 @@ class RepeatedCalls:
             self._rounding = max(self._rounding, _largest_difference(again, known))
 
     def see_all(self, jacobian: Tensor) -> None:
-        """Compares the first rows with those of a whole Jacobian that was run later: float64, shape (m, n)."""
+        """As `see`, for all rows of the Jacobian: float64, shape (m, n)."""
         for row, known in self.rows.items():
             if not gradients_agree(self._problem.inputs, self._settings, jacobian[row : row + 1], known[None], True):
                 self._moved = block_with(self._problem.outputs, row)
@@ -194,9 +197,9 @@ class RepeatedCalls:
 
     @phase("repeated calls")
     def failure(self, one_round: bool = False) -> Failure | None:
-        """Repeats the first VJPs, after all others, and returns a failure if one differs; raises earlier exceptions.
+        """Repeats the first VJPs, after all others, and returns a failure if one differs; raises an earlier exception.
 
-        one_round: whether each is repeated only once, even if the check then makes fewer than MOST_CALLS calls.
+        one_round: whether to end after one round, even if the check then makes fewer than MOST_CALLS calls.
         """
         if self._raised is not None:
             raise self._raised
@@ -214,8 +217,8 @@ class RepeatedCalls:
         """The failure if a graph gives another gradient after func has been called again.
 
         Later calls of func may overwrite what the first call saved. torch's checker also calls func between the forward
-        and the backward of a graph, twice per input coordinate. An exact check calls func as often, or MOST_CALLS times
-        if that is less. If func changes its inputs, no graph is valid after another call.
+        and the backward of a graph, twice per input coordinate. An exact check also calls func that often, but at most
+        MOST_CALLS times. If func changes its inputs, no graph is valid after another call.
         """
         if self._known is None or self._problem.mutates_inputs:
             return None
@@ -233,19 +236,22 @@ class RepeatedCalls:
         return nondeterministic(problem.outputs[max(0, number)])
 
     def _order(self, one_round: bool) -> list[int]:
-        """The numbers of the calls to repeat: each once, and then again until `_most` VJPs have been run."""
+        """The numbers of the calls to repeat: each at least once.
+
+        Unless one_round, they are repeated in a cycle until `_most` VJPs have been run. If m = 1: the only call, twice.
+        """
         if self._problem.m == 1:
             return [0, 0]  # the same call twice, as in torch's checker
         first, last_row, row, *others, last = self._calls
-        # Each call has another position than on the first graph, so an error in every graph's first call is found.
+        # In the first round, no call has its earlier position, so an error in the first call on each graph is found.
         once = [row, *[first] * (FIRST_PRODUCTS if self._most else 1), last, last_row, *others]
-        # Seven or eleven calls, so that an error in every second, third, ... call reaches each of them.
+        # Seven or eleven calls (prime numbers), so that an error in every second, third, ... call reaches each of them.
         cycle = [*once, first, row, first] if others else once
         count = len(once) if one_round else max(len(once), self._most - self._problem.vjps)
         return [cycle[call % len(cycle)] for call in range(count)]
 
     def _first_moved(self, known: Tensor, order: list[int]) -> Block | None:
-        """The output of the first call, in this order, whose gradient differs from the known one."""
+        """The output of the first call, in this order, whose gradient differs from the known one; None if none does."""
         run = partial(first_moving, self._problem, self._settings)
         if self._at_once == len(self._calls):
             cotangents, tolerance = self._cotangents(self._calls), partial(self._tolerance, known)
@@ -267,7 +273,7 @@ class RepeatedCalls:
         """The allowed difference of a gradient from run to run."""
         if self._problem.m == 1 or 0 < call <= len(self._rows):
             return self._settings.nondet_tol
-        # A value that is not finite must be repeated, and allows nothing.
+        # A value that is not finite must recur. It does not count for the tolerance.
         rounding = ROUNDING * self._problem.unit_roundoff * largest(known[call].nan_to_num(0.0, 0.0, 0.0))
         movement = self._settings.nondet_tol * float(self._cotangents(range(call, call + 1)).abs().sum())
         return max(rounding, movement, self._product_tolerance)
@@ -287,7 +293,7 @@ class RepeatedCalls:
         allowed = atol + rtol * sizes + self._settings.nondet_tol * float(cotangent.abs().sum())
         allowed += ROUNDING * self._problem.unit_roundoff * torch.maximum(sizes, again.abs()).nan_to_num(0.0, 0.0, 0.0)
         if bool(near(again, gradient, allowed).all()):
-            # A difference beyond rounding may be an error of one call within the tolerances. The certificate states it.
+            # A difference beyond rounding may be an error of one call. It is within the tolerances, and is certified.
             difference = _largest_difference(again, gradient)
             if difference > ROUNDING * self._problem.unit_roundoff * largest(sizes):
                 self._rounding = max(self._rounding, difference)
@@ -327,10 +333,10 @@ def first_moving(
     cotangents, only, order
         As in `Problem.first_other_vjp`.
     known
-        The gradients, shape (rows, n). Gradients of another graph may be rounded differently. So the first VJP of a row
-        may differ from them within the tolerances of entries; it then replaces the known gradient.
+        The gradients, shape (rows, n). Gradients of another graph may be rounded differently. Therefore the first VJP
+        of a row may differ from its known gradient within the tolerances of entries; it then replaces this gradient.
     tolerance
-        Gives the allowed difference of a row's gradient from run to run.
+        Returns the allowed difference of a row's gradient from run to run.
     run_again
         Rows whose known gradients are from the same graph.
     """

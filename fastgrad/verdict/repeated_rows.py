@@ -1,4 +1,4 @@
-"""Rows of a backward that are run again, alone or scaled: they must not change, and must be linear in grad_output."""
+"""Tests with rows of a backward that are run again or scaled: they must not change, and be linear in grad_output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RERUNS = 3
 time."""
 
 ALONG_DIRECTION = "along a random direction"
-"""Where differences showed that func gave other values, for `nondeterministic_func`."""
+"""Where func gave other values, for `nondeterministic_func`, if differences along a direction showed this."""
 
 
 def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
@@ -36,7 +36,7 @@ def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) ->
 
 
 def rerun(problem: Problem, block: JacobianBlock) -> tuple[Tensor, Tensor]:
-    """The repeated rows of a block and their repeated runs, run once more: float64, shape (repeated, n) each."""
+    """The repeated rows of a block, and those from scaled cotangents, run once more: float64, shape (repeated, n)."""
     count = block.repeated.shape[0]
     rows, repeated, _ = problem.analytical_rows(
         block.output, block.part == "imaginary", block.first_row, count, problem.inputs, count, REPEAT_SCALE
@@ -56,7 +56,7 @@ def moved_once(block: JacobianBlock, again: tuple[Tensor, Tensor], settings: Set
 
 
 def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None:
-    """The failure if repeated rows, which are the same in each run, are not the right multiple of the first rows."""
+    """The failure if rows from scaled cotangents, which do not vary from run to run, are not multiples of the rows."""
     count = block.repeated.shape[0]
     width = block.input.width
     analytical, own = block.analytical[:count], settings.of(block.input.index)
@@ -77,7 +77,7 @@ def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None
 def groups_failure(
     problem: Problem, settings: Settings, output: Block, groups: Sequence[NDArray[np.int64]]
 ) -> Failure | None:
-    """The failure after a second run of some row groups gave other gradients: nondeterministic or nonlinear.
+    """The failure of some row groups whose second, scaled run gave other gradients: nondeterministic or nonlinear.
 
     groups: coordinates of the output, counted from its first coordinate.
     """
@@ -109,7 +109,7 @@ def groups_failure(
 
 
 def nondeterministic(output: Block) -> Failure:
-    """The failure that two runs of a VJP of an output differ."""
+    """The failure of an output of which two runs of a VJP differ."""
     return Failure.at("nondeterministic", output)
 
 
@@ -129,7 +129,7 @@ def nonlinear_sum(
 
 
 def nondeterministic_func(output: Block, where: str) -> Failure:
-    """The failure that func returned two results for the same inputs, in calls whose results were not compared."""
+    """The failure of a func that returned other values when it was evaluated again; where: the points, as text."""
     detail = f"evaluated again {where}, it gives other values"
     return Failure.at("nondeterministic func", output, detail=detail)
 
@@ -137,7 +137,7 @@ def nondeterministic_func(output: Block, where: str) -> Failure:
 def by_inputs(
     inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor
 ) -> Iterator[tuple[Tolerances, Tensor, Tensor]]:
-    """Two sets of gradients, shape (count, n), for each input."""
+    """Yields, for each input, its tolerances and its columns of two sets of gradients, shape (count, n)."""
     for block in inputs:
         within = 1, block.first, block.size
         yield settings.of(block.index), left.narrow(*within), right.narrow(*within)
@@ -146,8 +146,8 @@ def by_inputs(
 def gradients_agree(inputs: Sequence[Block], settings: Settings, left: Tensor, right: Tensor, of_rows: bool) -> bool:
     """Whether VJPs on two graphs, shape (count, n), agree within the tolerances of entries and nondet_tol.
 
-    They need not be equal, because func may have rounded its values differently for the second graph. of_rows: whether
-    the VJPs are rows of the Jacobian; rtol does not apply to sums of rows.
+    The VJPs need not be equal, because func may have rounded its values differently for the second graph. of_rows:
+    whether the VJPs are rows of the Jacobian; rtol does not apply to sums of rows.
     """
     return all(
         bool(torch.isclose(a, b, own.rtol if of_rows else 0.0, own.atol + settings.nondet_tol, equal_nan=True).all())
@@ -156,7 +156,7 @@ def gradients_agree(inputs: Sequence[Block], settings: Settings, left: Tensor, r
 
 
 def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Failure | None:
-    """Runs twice each row that was not yet repeated; the failure if two runs differ by more than nondet_tol."""
+    """Runs each row twice that was not yet repeated; returns a failure if two runs differ by more than nondet_tol."""
     for output in problem.outputs:
         parts: tuple[Part, ...] = ("imaginary", "real") if output.is_complex else ("all",)
         elements = output.tensor.numel()

@@ -1,4 +1,4 @@
-"""Proofs that a jvp is the linear map whose columns were compared, and gives the same products again."""
+"""Tests that a jvp is the linear map whose columns were compared, and that repeated JVPs are equal."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fastgrad.verdict.repeated_rows import nonlinear_sum, raised_for
 
 
 def nondeterministic_jvp(output: Block, detail: str) -> Failure:
-    """The failure that two runs of a JVP differ in an output; detail: how they differ."""
+    """The failure of an output in which two runs of a JVP differ; detail: how they differ."""
     return Failure.at("nondeterministic", output, mode="forward", detail=detail)
 
 
 def modified_tangent(block: Block) -> Failure:
-    """The failure that a jvp changes the tangent of an input. What func computes from this tangent later is wrong."""
+    """The failure of a jvp that changes the tangent of an input. What func computes from it afterwards is wrong."""
     return Failure.at("modified tangent", input=block, mode="forward")
 
 
@@ -49,10 +49,10 @@ def tangent_directions(n: int, seed: int, device: torch.device) -> Tensor:
 
 
 def combined_tangents(directions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Two tangents whose JVPs follow, by linearity, from those of the first two of `directions`, shape (count, n).
+    """Two tangents whose JVPs have a weighted sum that follows from the JVPs of the first two `directions`.
 
     The first of them is directions[0] + REPEAT_SCALE * directions[1] with one coordinate set to zero. The second is the
-    one-hot tangent of that coordinate.
+    one-hot tangent of that coordinate. directions: float64, shape (count, n).
 
     Returns
     -------
@@ -71,7 +71,7 @@ def combined_tangents(directions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def sums_certificate(count: int, bound: float, settings: Settings) -> Certificate:
-    """The certificate of products with `count` random tangents; bound: in inputs with the smallest atol."""
+    """The certificate of products with `count` random tangents; bound: for entries of inputs with the smallest atol."""
     # A small entry next to larger entries of its row may be off by more than its own tolerance.
     size = "its tolerance" if bound <= settings.atol else "the bound"
     claim = f"no single entry of forward mode is wrong by more than {size}"
@@ -80,11 +80,11 @@ def sums_certificate(count: int, bound: float, settings: Settings) -> Certificat
 
 
 class TangentLinearityTest:
-    """J u, summed from one-hot columns, against the JVP of u, for two u in R^n over all inputs at once.
+    """Compares J u, summed from one-hot columns, with the JVP of u, for two u in R^n over all inputs at once.
 
-    The first u is dense, with components +-[0.5, 1.5); the second is REPEAT_SCALE times the first with
-    a random half of the negative components zeroed. So every component is negative in one of them;
-    the columns, which are not repeated, were computed with positive ones.
+    The first u is dense, with components of magnitude in [0.5, 1.5). The second is REPEAT_SCALE times the first, with a
+    random half of the negative components of the first set to zero. So every component is negative in one of the two.
+    The columns, which are not repeated, were computed with positive components.
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
@@ -103,7 +103,7 @@ class TangentLinearityTest:
         )
 
     def certificate(self) -> Certificate:
-        """The certificate if the test found no failure."""
+        """The certificate for the case that the test found no failure."""
         return Certificate(*LINEAR_JVP, linear_bound(self._error, self._settings))
 
     @phase("linearity of jvp")
@@ -132,7 +132,7 @@ class TangentLinearityTest:
 def repeated_tangents_failure(
     problem: Problem, settings: Settings, directions: Tensor, undefined: Sequence[int], products: Tensor
 ) -> Failure | None:
-    """The failure if JVPs, run again, differ from earlier by more than the tolerances of entries.
+    """The failure if JVPs, run again, differ from earlier ones by more than the tolerances of entries.
 
     directions: tangents of the inputs, float64, shape (count, n). undefined: for each JVP, the number of the input
     whose tangent was undefined, or -1. products: earlier tangents of the outputs, shape (count, m).
