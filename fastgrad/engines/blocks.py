@@ -15,9 +15,9 @@ REPEATED_ROWS = 2
 rows. Torch's checker runs all rows twice; for the other rows see `certify`."""
 
 REPEAT_SCALE = -4.0
-"""The factor of the cotangent in the second run. Its sign and size differ from those of 1. So this also detects a
-backward that clamps grad_output (at up to about 5), takes its sign or squares it. The factor is a power of two, so that
-a linear backward gives the same bits."""
+"""The factor of the cotangent in the second run. Because its sign and size differ from those of 1, the second run
+also detects a backward that clamps grad_output (at less than 4), takes its sign or squares it. Its size is a power of
+two, so that a linear backward gives the same bits."""
 
 MOST_AT_ONCE = 1 << 14
 """Largest number of coordinates of inputs and outputs for which many VJPs are run in one call of native code."""
@@ -40,14 +40,14 @@ class JacobianBlock:
     analytical, numerical
         float64, shape (rows, columns); the columns are real coordinates of the input.
     repeated
-        The first rows again. Each VJP was run a second time, directly after the first, with REPEAT_SCALE times its
-        cotangent, and the result was divided by REPEAT_SCALE, which is exact. Float64, shape (repeated rows, columns).
+        The first rows again: float64, shape (repeated rows, columns). Each VJP was run a second time, directly after
+        the first run, with REPEAT_SCALE times its cotangent. The result was divided by REPEAT_SCALE, which is exact.
     match
         Properties of the gradients of all inputs that these rows come from, and whether the second run gave equal
         values.
     unspecified
         Under masked semantics, the largest entry of these gradients at an element that a sparse input does not specify;
-        its row counts from first_row.
+        its row is counted from first_row.
     """
 
     output: Block
@@ -66,7 +66,7 @@ class JacobianBlock:
 class TangentBlock:
     """Columns of one output against one input, by forward-mode AD and by differences.
 
-    For a complex input, `part` says which of its coordinates.
+    For a complex input, `part` says whether the rows belong to the real or the imaginary parts of its elements.
 
     Attributes
     ----------
@@ -91,10 +91,10 @@ def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
 
 
 def one_hot_elements(elements: int, seed: int) -> list[int]:
-    """The elements of an output that get a one-hot grad_output: the last and one chosen by seed.
+    """The elements of an output that get a one-hot grad_output: one chosen by seed, and the last one.
 
-    A kernel that treats the end of a tensor separately may be wrong there only for sparse grad_outputs. There are two
-    elements, because a backward may return the gradient of the first call again.
+    A kernel that treats the end of a tensor separately may be wrong there only for sparse grad_outputs. Two elements
+    are needed, because a backward may return the gradient of the first call again.
     """
     anywhere = seed % elements
     last = elements - 1 if anywhere != elements - 1 else 0

@@ -1,7 +1,7 @@
-"""The compressed engine: both Jacobians on a pattern, groups of columns or rows at a time.
+"""The compressed engine: the entries of both Jacobians in a pattern, one group of columns or rows at a time.
 
 Columns that share no row are perturbed together; rows that share no column are computed by one VJP
-(Curtis, Powell & Reid, On the estimation of sparse Jacobian matrices, 1974). Entries outside of the
+(Curtis, Powell & Reid, On the estimation of sparse Jacobian matrices, 1974). Entries outside the
 pattern are not detected here.
 """
 
@@ -34,7 +34,7 @@ REPEATED_GROUPS = 2
 
 @dataclass(frozen=True)
 class Grouping:
-    """The columns of a pattern, or the rows of one output, in groups."""
+    """The columns of a pattern, or the rows of one output, in groups: group g is order[starts[g]:starts[g + 1]]."""
 
     groups: Groups
     order: Indices
@@ -46,7 +46,7 @@ class Grouping:
         return self.starts.size - 1
 
     def entries(self) -> tuple[Tensor, ...]:
-        """The entries of the Jacobian in each group."""
+        """The numbers of the entries in each group: int64."""
         return torch.split(self.groups.entries, self.groups.entry_starts.diff().tolist())
 
     def members(self, group: int) -> Indices:
@@ -94,11 +94,11 @@ class Compression:
         return torch.from_numpy(self.column_colors[columns.cpu().numpy()]).to(columns.device)
 
     def entries_of_row(self, row: int) -> slice:
-        """The entries of a row."""
+        """The slice of the entries of a row."""
         return slice(int(self.pattern.starts[row]), int(self.pattern.starts[row + 1]))
 
     def entries_of(self, output: Block) -> slice:
-        """The entries in the rows of an output."""
+        """The slice of the entries in the rows of an output."""
         return slice(*(int(self.pattern.starts[row]) for row in (output.first, output.end)))
 
 
@@ -123,7 +123,7 @@ class Coordinates(Protocol):
 def compress(
     problem: Coordinates, pattern: Pattern, excluded_rows: Mask | None = None, excluded_columns: Mask | None = None
 ) -> Compression:
-    """Colors columns and rows, except excluded ones: masks, shapes (m,) and (n,)."""
+    """Colors the columns and rows of a pattern; excluded_rows, excluded_columns: masks, shapes (m,) and (n,)."""
     if excluded_rows is not None or excluded_columns is not None:
         pattern = pattern.without(excluded_rows, excluded_columns)
     # With one group, or one entry per row, many ranges are equal. They are shared, because none is written to.
@@ -153,7 +153,7 @@ def compress(
 
 
 def _by_step(problem: Coordinates, colors: Indices) -> Indices:
-    """Splits colors, so that columns of inputs with different steps have different colors."""
+    """The colors, split so that columns of inputs with different steps have different colors: shape (n,)."""
     steps = np.repeat([block.step for block in problem.inputs], [block.size for block in problem.inputs])
     _, kinds = np.unique(steps, return_inverse=True)
     pairs = colors.astype(np.int64) * (1 + kinds.max(initial=0)) + kinds
@@ -237,7 +237,7 @@ def _members_on(grouping: Grouping, device: torch.device) -> Iterator[Tensor]:
 def analytical_entries(
     problem: Problem, compression: Compression, repeat: bool = True
 ) -> tuple[Tensor, list[tuple[Block, int, GradientsMatch]]]:
-    """Entries by VJPs: float64, shape (nnz,); and, for each output, how many groups ran twice and the result.
+    """Entries by VJPs: float64, shape (nnz,); and, for each output, how many groups ran twice, and what this showed.
 
     This takes one evaluation, one VJP per row group, and one more VJP for each repeated group, with REPEAT_SCALE times
     its cotangent.

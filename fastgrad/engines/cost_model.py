@@ -32,42 +32,42 @@ class CostModel:
         The same for a small check of plain functions. The calls that the dense engine makes in addition to rows and
         columns are subtracted: a small sketch makes about 7 evaluations and 9 VJPs, the dense engine 2 and 6.
     small_pattern_seconds, small_pattern_calls
-        The same for the entries of a pattern in a small check, without its groups. The seconds are twice those of such
-        a check, because some guesses are refuted.
+        The same for a small check that computes the entries of a pattern; calls for column groups and rows are added.
+        The seconds are twice those of such a check, because some guesses are refuted.
     guess_seconds
-        Seconds for guessing a pattern and computing with it, without the calls, plus a margin.
+        Seconds for guessing a pattern and using it, in addition to the calls, plus a margin.
     align_seconds
         The same as guess_seconds for a pattern by aligned dimensions, which has more groups and entries.
     probe_seconds, usual_probes
-        Seconds for probing, without the calls, and the calls that it usually takes.
+        Seconds for probing, in addition to the calls, and the number of calls that it usually takes.
     certificate_evaluations
         Evaluations that take as long as all certificates of a pattern.
     linear_column_evaluations, linear_start_evaluations
-        Analytical columns by differentiating the backward: evaluations that take as long as one column, and as the
-        verification and the graph of all columns.
+        Analytical columns by differentiating the backward: evaluations that take as long as one column, and evaluations
+        that take as long as recording and verifying the graph for all columns.
     single_calls_seconds
-        If single calls for all columns, or rows, would take more seconds than this, the few dense columns, or rows, are
-        certified instead.
+        If computing columns, or rows, one call at a time would take more seconds than this, the few dense columns, or
+        rows, are certified instead.
     entry_bytes
         Bytes per entry of a compressed Jacobian, with its indices and the memory of coloring: six numbers of 8 bytes at
         a time, plus a margin.
     exploring_share, likely_share
-        Sparsity detection may take one call for this many calls of the dense engine; likely_share applies if most
-        entries are ruled out, so that a sparse pattern is likely.
+        Sparsity detection may take one call per this many calls of the dense engine. likely_share applies if a sparse
+        pattern is likely, because most entries are ruled out.
     paying_share, large_paying_share
         Largest cost of the compressed engine, relative to the dense one; large_paying_share applies if its pattern
         takes more memory than two whole Jacobians.
     trial_columns, trial_seconds
-        Vmapped batches and CUDA graphs are tried for at least this many columns, if single calls take at least this
-        many seconds.
+        Vmapped batches and CUDA graphs are tried if there are at least this many columns, and if the evaluations take
+        at least this many seconds one call at a time.
     trial_backward
-        The factor of trial_seconds for second derivatives, because there a batch runs backward by torch.func.
+        The factor of trial_seconds for second derivatives, for which a batch runs backward by torch.func.
     compiler_seconds
         Seconds of importing torch's compiler, as torch.func.vjp does when it is first used in a process.
     trial_share
         A trial computes one in this many columns or rows.
     trial_gain
-        Batches or replays must be this many times as fast as single calls.
+        Batches or replays must be this many times as fast as one call at a time.
     """
 
     vjp_seconds: float = 4.3e-6

@@ -5,14 +5,15 @@ difference of func into a row. For a column group, it perturbs the coordinates o
 of a one-hot cotangent. If there are many steps, a graph holds several of them. The numbers of columns, colors and rows
 are kept on the device and increased there, so a replay needs nothing from the host and waits for nothing.
 
-A graph repeats what func launched on the stream while it was captured. If func reads values, takes another path,
-draws random numbers, touches memory of the host or works on a stream of its own, a replay is not an evaluation.
-Therefore operators are inspected for this before the capture, an invalid capture is refused, `executor.disagreement`
-compares the columns with plain evaluations, and a certificate compares the groups.
+A replay repeats what func launched on the stream during the capture. If func reads values, takes another path, draws
+random numbers, accesses memory of the host or uses a stream of its own, a replay is not an evaluation. Therefore,
+operators are inspected for this before the capture, an invalid capture is rejected, `executor.disagreement` compares
+the columns with plain evaluations, and a certificate tests the groups.
 
 Autograd runs backward on a thread of its own, and each node on the stream that was current when forward made the node.
-So the graph to differentiate is made on the capturing stream, and nodes of other streams prevent the capture. The
-capture of backward forbids unsafe calls in all threads: if another thread may make one, backward is not captured.
+Therefore, the graph to differentiate is recorded on the capturing stream, and nodes of other streams prevent the
+capture. The capture of backward forbids unsafe calls in all threads: if another thread may make one, backward is not
+captured.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 
 EAGER_STEPS = 3
-"""Steps that are run before the capture, on its stream, to settle func's caches, library handles and autotuning."""
+"""Number of steps that are run before the capture, on its stream, so that func's caches, library handles and autotuning
+are initialized."""
 
 FEWEST = 16
 """Least number of steps for which capturing pays off."""
@@ -48,14 +50,15 @@ Capturing more takes more time than it saves: on an H200, capturing 31 steps of 
 1,000 columns."""
 
 FEWEST_REPLAYS = 32
-"""Least number of replays of a graph with several steps. For the host, capturing a step takes as long as running it."""
+"""Least number of replays for which a graph gets several steps. On the host, capturing a step takes as long as running
+it."""
 
 _ERROR_MODES = {"func": "thread_local", "backward": "global"}
 """The threads whose unsafe calls end a capture. "relaxed" must not be used: every replay would write to memory that was
 freed without torch's knowledge."""
 
 _CALLS = {"func": 2, "backward": 1}
-"""Number of calls in a step."""
+"""Number of calls of func, or of backward, in a step."""
 
 _UNFIT = {
     torch.Tag.data_dependent_output: "reads values of tensors",
@@ -64,17 +67,17 @@ _UNFIT = {
 }
 
 _QUIET = frozenset({"IPython", "_pydevd_bundle", "debugpy", "ipykernel", "tqdm"})
-"""Packages whose threads serve progress bars, notebooks and debuggers, and make no CUDA calls of their own."""
+"""Packages whose threads serve progress bars, notebooks and debuggers, and make no CUDA calls."""
 
 _OF_CUDA = re.compile("cuda|cudnn|cublas|cusolver|captur", re.IGNORECASE)
-"""Words in errors of CUDA's libraries, and of torch about captures."""
+"""Words in the errors of CUDA's libraries, and in torch's errors about captures."""
 
 Step = Callable[[Tensor, Tensor, Tensor], None]
-"""Takes the previous step's number and its own number, int64 of shape (1,), and fills a row, shape (coordinates,)."""
+"""Takes the numbers of the previous step and of its own, int64 of shape (1,), and fills a row, shape (coordinates,)."""
 
 _abandoned: list[Any] = []
-"""The graph whose capture was invalid. It is kept because torch's pool of pinned memory may still query it. No further
-graph is captured, because the memory that is reserved for a capture may be lost."""
+"""The graph whose capture was invalid, if any. It is kept because torch's pool of pinned memory may still query it. No
+further graph is captured, because memory that is reserved for a capture may be lost."""
 
 
 def obstacle(problem: Problem) -> str | None:
@@ -96,7 +99,7 @@ def obstacle(problem: Problem) -> str | None:
 
 @phase("numerical columns")
 def difference_columns(problem: Problem, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
-    """The columns of `Problem.difference_columns`, up to rounding; inputs of few columns are evaluated by single calls.
+    """The columns of `Problem.difference_columns`, up to rounding; those of small inputs are computed one at a time.
 
     Raises
     ------
@@ -148,7 +151,7 @@ def difference_groups(
 def analytical_rows(
     problem: Problem, output: Block, imaginary: bool, first: int, counts: Sequence[int], inputs: Sequence[Block]
 ) -> Iterator[Tensor]:
-    """Blocks of rows, as from `Problem.analytical_rows` without repeated rows; few rows are run by single calls.
+    """Yields blocks of rows, as from `Problem.analytical_rows` without repeated rows; few rows are run without replays.
 
     Backward is captured once, for all blocks.
 
@@ -160,12 +163,12 @@ def analytical_rows(
     Yields
     ------
     Tensor
-        float64, shape (count, coordinates of `inputs` end to end); overwritten by the next block.
+        float64, shape (count, coordinates of all `inputs`); overwritten by the next block.
 
     Raises
     ------
     RefusedError
-        Backward cannot be captured, or makes gradients of other shapes, dtypes or layouts than the inputs'.
+        Backward cannot be captured, or a gradient differs from its input in shape, dtype or layout.
     """
     if counts[0] < FEWEST:
         for count in counts:
@@ -209,7 +212,7 @@ def analytical_rows(
 
 def _may_use_cuda(thread: threading.Thread) -> bool:
     """Whether a thread other than the current one may make calls that a capture for all threads forbids."""
-    # Autograd's own threads, which run Python at times, are known as dummy threads. They wait for this thread.
+    # If autograd's own threads run Python, they are listed as dummy threads. They wait for work from this thread.
     if thread is threading.current_thread() or isinstance(thread, threading._DummyThread):
         return False
     runs = getattr(thread, "_target", None) or type(thread)
@@ -218,12 +221,12 @@ def _may_use_cuda(thread: threading.Thread) -> bool:
 
 @lru_cache(None)
 def _side_stream(device: torch.device) -> Any:
-    """The stream for captures, one per device: memory of a stream, and of libraries for it, serves that stream only."""
+    """The stream for captures, one per device: torch and its libraries allocate memory for each stream separately."""
     return cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float, record_graph: bool) -> None:
-    values = block.tensor.data  # a version counter of its own, as for perturbations elsewhere
+    values = block.tensor.data  # has its own version counter, as for all perturbations
     origin = values.clone(memory_format=torch.contiguous_format)
     steps = eps * block.step, relative_step(values.dtype)
 
@@ -250,7 +253,7 @@ class _Replays:
         rows: Tensor,
         who: Literal["func", "backward"] = "func",
     ) -> None:
-        """The arguments.
+        """Stores the arguments.
 
         Parameters
         ----------
@@ -313,9 +316,9 @@ class _Replays:
         if self._graph is None:
             return
         self._graph.reset()
-        del self._watch  # and the tensors that replays used
+        del self._watch  # frees the tensors that replays used
         if self._who == "func":
-            self._problem.restore()  # no step restores the coordinate that the last one perturbed
+            self._problem.restore()  # no step restores the coordinate that the last step perturbed
 
 
 def _refused(what: str, error: Exception) -> RefusedError:
@@ -326,10 +329,10 @@ def _refused(what: str, error: Exception) -> RefusedError:
 
 
 class _Steps:
-    """Steps that read their step numbers from the device; their results are written into rows together."""
+    """Steps that read their numbers from the device. The results of several steps are written into the rows at once."""
 
     def __init__(self, step: Step, first: int, most: int, rows: Tensor) -> None:
-        """Most: the largest number of steps that are taken together."""
+        """`most`: the largest number of steps that are taken together."""
         self._step, self._rows = step, rows
         self._from_zero = torch.arange(-1, most, device=rows.device)
         self._numbers = torch.stack([self._from_zero + first, self._from_zero])
@@ -349,7 +352,7 @@ class _Steps:
 
 
 def _run_eagerly(problem: Problem, steps: _Steps, who: str) -> None:
-    """Runs the first steps; the operators of the very first one are inspected."""
+    """Runs the first EAGER_STEPS steps, and inspects the operators of the first step."""
     generator = cuda.default_generators[problem.device.index]
     drawn = generator.get_state()
     with _Watch(problem.device, who):
@@ -363,12 +366,12 @@ def _run_eagerly(problem: Problem, steps: _Steps, who: str) -> None:
 
 
 def _capture(step: Callable[[], None], device: torch.device, error_mode: str) -> Any:
-    """The step as a CUDA graph, on the current stream; nothing of the step is executed.
+    """Captures the step as a CUDA graph, on the current stream; nothing of the step is executed.
 
-    error_mode: the threads whose unsafe calls end the capture. If the capture fails, stream, generator and allocator
-    are restored. Torch ends a valid capture properly. After an invalid capture, some versions reset little more than
-    the stream. From torch 2.15 on, the capture may end properly although the instantiation of the graph fails. Then the
-    allocator reports that it does not know the pool.
+    error_mode: the threads whose unsafe calls end the capture. If the capture fails, the states of stream, generator
+    and allocator are restored. After an invalid capture, some versions of torch reset little more than the stream.
+    From torch 2.15 on, the capture may end properly although the instantiation of the graph fails. Then the allocator
+    reports that it does not know the pool.
     """
     generator = cuda.default_generators[device.index]
     state = generator.clone_state()
@@ -397,9 +400,9 @@ def _capture(step: Callable[[], None], device: torch.device, error_mode: str) ->
 
 
 class _Watch(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses func, or backward, if an operator does what a replay would not do; keeps tensors made before the capture.
+    """Raises if an operator does what a replay would not repeat; keeps tensors that were made before the capture.
 
-    A replay reads and writes the memory that the capture used, so these tensors must outlive it.
+    Replays read and write the memory that the capture used. Therefore, these tensors must outlive all replays.
     """
 
     def __init__(self, device: torch.device, who: str) -> None:

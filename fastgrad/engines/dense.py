@@ -1,6 +1,6 @@
 """The dense engine: every column by differences and every row by VJPs, compared block by block.
 
-It holds as many numerical columns as the memory limit admits, and computes the analytical rows one block at a time.
+It holds all numerical columns that fit in the memory limit, and computes the analytical rows one block at a time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def row_blocks(
     """One pass of reverse mode: all rows against the numerical columns from `first` on.
 
     The blocks come in torch's order of comparison: by output and part, then by rows, then by input. There is one
-    iterator per output and part, so that all blocks of one output are compared before the next output is computed. This
-    takes one evaluation, m VJPs, and one more VJP per repeated row. It takes no calls if all rows are known.
+    iterator per output and part, so that all blocks of one output are compared before the next output is computed. The
+    pass takes one evaluation, m VJPs, and one more VJP per repeated row. It takes no calls if all rows are known.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def _rows(
         return
     from fastgrad.engines import cuda_graph  # imported here to keep `import fastgrad` fast
 
-    # Repeated rows are run by single calls. Rows from replays are certified by sums of all rows.
+    # Repeated rows are run one call at a time. Rows from replays are certified by sums of all rows.
     once = [count - twice for count, twice in zip(counts, repeats, strict=True)]
     replays = cuda_graph.analytical_rows(problem, output, imaginary, sum(repeats), once, inputs)
     for row, twice in zip(starts, repeats, strict=True):
@@ -94,7 +94,7 @@ def _inputs_within(problem: Problem, first: int, columns: Tensor) -> list[Block]
 
 
 def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Iterator[tuple[int, Tensor]]:
-    """The numerical Jacobian pass by pass: the first coordinate, and float64 columns of shape (count, m).
+    """Yields the numerical Jacobian pass by pass: the first coordinate, and columns: float64, shape (count, m).
 
     Raises
     ------
@@ -133,8 +133,8 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
 
 
 def columns_one_by_one(problem: Problem, settings: Settings, first: int, count: int, record_graph: bool) -> Tensor:
-    """As `Problem.difference_columns`; columns from a checkpoint are computed again if they contradict evaluations."""
-    while True:  # a checkpoint gives each column only once
+    """As `Problem.difference_columns`; columns from a checkpoint that contradict evaluations are computed again."""
+    while True:  # ends, because a checkpoint gives each column only once
         problem.restores = False
         columns = problem.difference_columns(first, count, settings.eps, record_graph)
         if not problem.restores or _disagreement(problem, settings, first, columns, record_graph) <= 1:

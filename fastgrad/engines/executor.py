@@ -1,7 +1,7 @@
-"""Columns and rows from batches or replays instead of single calls: whether they are possible, faster, and equal.
+"""Columns and rows from batches or replays instead of one call at a time: whether this is possible, faster and right.
 
-Batches of points and replays of a captured graph can be slower than single calls, and wrong if func has side effects.
-They are timed on a few columns first, and used only if they agree with single calls.
+Batches of points and replays of a captured graph can be slower than one call at a time, and wrong if func has side
+effects. Therefore, they are first timed on a few columns, and used only if they agree with single calls.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ columns may cancel."""
 SCALES = (1.0, -1.0, 0.5, -0.5)
 
 SHARE = 1 / 8
-"""Share of atol by which columns may differ from those of single calls, because they are rounded differently."""
+"""Share of atol by which columns from batches or replays may differ from those of single calls, because of rounding."""
 
 MOVED = 2 / SHARE
-"""Disagreement from which func gave other values: its values differ by eps times atol, and not by rounding alone."""
+"""Disagreement that rounding does not explain: func's values differ by more than eps times atol."""
 
 SINGLES = 4
-"""Number of columns or rows that are computed by single calls for comparison."""
+"""Number of columns or rows that are computed one call at a time for comparison."""
 
 
 class RefusedError(Exception):
-    """Columns or rows cannot be computed this way, or are wrong; the message says why."""
+    """Columns or rows cannot be computed by batches or replays, or are wrong; the message says why."""
 
 
 class UnsuitableError(RefusedError):
-    """Columns or rows cannot be computed this way, for a reason that does not concern func.
+    """Columns or rows cannot be computed by batches or replays, for a reason that does not concern func.
 
     Memory does not suffice, a CUDA library or another thread forbids the capture, or results are rounded differently.
-    Another attempt may succeed, for example because libraries are initialized then.
+    A second attempt may succeed, for example because libraries have been initialized.
     """
 
 
 def obstacle(problem: Problem) -> str | None:
-    """Why only single calls of func are possible, as text; None if nothing prevents batches and replays."""
+    """What prevents batches and replays, as text; None if nothing does."""
     if problem.mutates_inputs:
         return "func changes its inputs"
     if problem.has_checkpoint:
@@ -67,7 +67,7 @@ def speedup(
     single: Callable[[int, int], Tensor],
     several: Callable[[int, int], Tensor],
 ) -> float:
-    """The speedup of batches or replays over single calls, measured on `count` columns or rows.
+    """The speedup of batches or replays over one call at a time, measured on `count` columns or rows.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def speedup(
     Raises
     ------
     RefusedError
-        The results differ, or `several` raises it.
+        The results differ, or `several` raises this error.
     """
     singles = min(SINGLES, count)
     last = first + count - singles
@@ -94,7 +94,7 @@ def speedup(
 
 
 def is_lead(error: RefusedError, trial: Callable[[], object]) -> bool:
-    """Whether a refused trial is not refused when it is repeated. Then func returned other values once."""
+    """Whether a trial that was refused succeeds when repeated, which suggests that func returned other values once."""
     if isinstance(error, UnsuitableError):
         return False
     try:
@@ -110,10 +110,10 @@ def disagreement(
 ) -> float:
     """The error of sums of columns, relative to the allowed error, if larger than 1; otherwise 1.
 
-    It is infinite if a single column is wrong. An entry that is wrong by more than SHARE of atol is detected, unless
-    other errors cancel it. Some errors appear only in single steps and not in joint steps, for example if func caches a
-    result for all inputs with the same first elements. They are detected in the first and last column of each input and
-    in SINGLES other columns.
+    It is infinite if a sum is not finite, or if a column that is tested separately is wrong. An entry that is wrong by
+    more than SHARE of atol is detected, unless other errors cancel it. Some errors appear only if one coordinate is
+    perturbed at a time, for example if func caches a result for all inputs with the same first elements. Such errors
+    are detected in the first and last column of each input and in SINGLES other columns.
 
     Parameters
     ----------

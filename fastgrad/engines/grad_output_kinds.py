@@ -1,4 +1,4 @@
-"""The grad_outputs, in addition to one-hot ones, with which every engine tests a backward."""
+"""The grad_outputs with which every engine tests a backward, in addition to one-hot grad_outputs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fastgrad.core.native import Layout, ops
 from fastgrad.engines.blocks import REPEAT_SCALE
 
 CONSTANT = 1.25
-"""The value of a constant grad_output. It is not 1, so that a backward that uses 1 instead of it is detected."""
+"""The value of a constant grad_output. It is not 1, so that a backward that assumes 1 is detected."""
 
 SPARSE_STRIDE = 17
-"""A sparse grad_output has one nonzero element per this many elements. If more than three quarters are zero, kernels
-may take another path. The number is prime, so that sizes of tensors are rarely multiples of it."""
+"""A sparse grad_output has one nonzero element per this many elements. Kernels may take another path if more than three
+quarters of the elements are zero. The number is prime, so that sizes of tensors are rarely multiples of it."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GradOutputKind:
-    """A kind of grad_output. Its VJP must be the sum of the rows of the Jacobian with its elements as weights.
+    """A kind of grad_output. Its VJP must be the sum of the Jacobian's rows, weighted by the grad_output's elements.
 
     Attributes
     ----------
@@ -30,13 +30,13 @@ class GradOutputKind:
     layout
         How the tensor lies in memory.
     text
-        For messages.
+        Its description in messages.
     short
-        For certificates.
+        Its description in certificates.
     stream
-        The stream of its random numbers. Each kind has its own stream, because one may show what another misses.
+        The stream of its random numbers, different for each kind, because one vector may show what another misses.
     scale
-        The factor of its values.
+        The factor of random values.
     """
 
     values: Literal["random", "half zero", "mostly zero", "constant"]
@@ -47,7 +47,7 @@ class GradOutputKind:
     scale: float = 1.0
 
     def fill_(self, vector: Tensor, seed: int, stream: int) -> None:
-        """Writes its values into a vector, float64, shape (m,); stream: of the random numbers."""
+        """Writes its values into a vector: float64, shape (m,); stream: that of the random numbers."""
         if self.values == "constant":
             vector.fill_(CONSTANT)
             return
@@ -102,7 +102,7 @@ NOT_EXPANDED = NON_CONTIGUOUS, HALVED, SPARSE
 
 
 def thin_out(vector: Tensor, seed: int) -> None:
-    """Sets all but one in SPARSE_STRIDE components of a vector, shape (size,), to zero; keeps at least one, if any."""
+    """Keeps one in SPARSE_STRIDE components of a vector, shape (size,), but at least one; sets the others to zero."""
     first = seed % max(1, min(vector.numel(), SPARSE_STRIDE))
     kept = vector[first::SPARSE_STRIDE].clone()
     vector.zero_()[first::SPARSE_STRIDE] = kept

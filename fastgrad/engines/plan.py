@@ -46,22 +46,22 @@ TINY_OF_CUSTOM = 5
 
 EXACT_CALLS = 256
 """Largest number of evaluations and VJPs for which the dense engine decides what the first step size of a sketch leaves
-open. The other step sizes, and entries that are measured separately, would take as many calls."""
+undecided. The other step sizes, and entries that are measured separately, would take at least that many calls."""
 
 MOST_OPEN_CALLS, MOST_OPEN_CALLS_OF_CUSTOM = 200, 65
-"""Largest number of evaluations and VJPs for which all entries of a small check are compared if its sums decided
+"""Largest number of evaluations and VJPs for which all entries of a small check are compared if its sums decide
 nothing; and the same for a custom backward, whose rows only the complete check compares. Sums at other steps take about
-30 evaluations and 35 VJPs, each of them several times as long as in native code."""
+30 evaluations and 35 VJPs, and each call takes several times as long as in native code."""
 
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
 
 PAIR_RATIO = 4000.0
-"""Errors that cancel in a row or a column are found if they are at least this many times the threshold."""
+"""Errors that cancel in a row or a column are found if each is at least this many times the threshold."""
 
 SMALL_CALLS = 1000
 """Largest number of evaluations and VJPs for which the dense engine runs instead of re-measuring entries, which takes
-fifty per entry."""
+fifty calls per entry."""
 
 MOST_DENSE_CALLS = 400_000
 """Largest number of evaluations and VJPs for which the dense engine runs if no pattern explains the results. If it
@@ -80,7 +80,7 @@ FEWEST_PROBES = 14
 
 
 def _memory_limit(settings: Settings, needed: int, device: torch.device | None = None) -> int:
-    """Bytes for the Jacobians, on a device; asks the system only if `needed` is large enough to matter."""
+    """Bytes for the Jacobians, on a device; the free memory is read only if `needed` is large enough to matter."""
     if settings.memory_limit is not None:
         return settings.memory_limit
     if needed <= SMALL_BYTES:
@@ -94,9 +94,9 @@ def _memory_limit(settings: Settings, needed: int, device: torch.device | None =
 
 @lru_cache(16)
 def sketch_size(confidence: float) -> int:
-    """Number of directions, and of cotangents, that miss two cancelling errors with probability 1 - confidence at most.
+    """Number of directions, and of cotangents, that miss two canceling errors with probability at most 1 - confidence.
 
-    Each error is multiplied by its own random component. Both are missed if the two components agree to within
+    Each error is multiplied by its own random component. Both errors are missed if their components differ by less than
     threshold / error in every direction: the probability of this is at most 2 (threshold / error)^count.
     """
     return max(2, math.ceil(math.log(2 / (1 - confidence)) / math.log(PAIR_RATIO)))
@@ -109,7 +109,7 @@ def detection_limit(settings: Settings) -> float:
 
 
 def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
-    """Whether fast mode is worth it: exact checks of tiny problems cost less."""
+    """Whether to use the sketch engine: not even in fast mode if the problem is so tiny that exact checks cost less."""
     if not settings.fast_mode or settings.engine != "auto":
         return settings.engine == "sketch"
     calls = 2 * problem.n + problem.m
@@ -122,7 +122,7 @@ def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
 
 
 def small_pattern_pays(problem: SmallProblem, column_groups: int, rows: int) -> bool:
-    """Whether a small check of a pattern with so many column groups and rows costs less than the dense engine."""
+    """Whether a small check of a pattern with this many column groups and rows costs less than the dense engine."""
     costs = cost_model.COSTS
     if 2 * problem.n + problem.m <= costs.small_pattern_calls:
         return False
@@ -132,13 +132,13 @@ def small_pattern_pays(problem: SmallProblem, column_groups: int, rows: int) -> 
 
 
 def compares_open_entries(problem: Problem | SmallProblem, settings: Settings) -> bool:
-    """Whether all entries are compared, not sums at other steps, if the sums of a small check decided nothing."""
+    """Whether all entries, instead of sums at other steps, are compared if the sums of a small check decide nothing."""
     most = MOST_OPEN_CALLS_OF_CUSTOM if problem.is_custom else MOST_OPEN_CALLS
     return settings.engine == "auto" and not settings.check_forward_ad and 2 * problem.n + problem.m <= most
 
 
 def is_affordable(problem: Problem) -> bool:
-    """Whether the dense engine may decide what a sketch, or a few outputs that may hide entries, leave open."""
+    """Whether the dense engine may run if a sketch is undecided, or if a few outputs may hide entries."""
     return problem.n * problem.m <= AFFORDABLE_ENTRIES and 2 * problem.n + problem.m <= AFFORDABLE_CALLS
 
 
@@ -166,7 +166,7 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
 
 
 def dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
-    """Seconds that the dense engine would take; seconds: of one evaluation."""
+    """Seconds that the dense engine would take; seconds: the time of one evaluation."""
     rows = cost_model.COSTS.vjp_evaluations * seconds + cost_model.COSTS.vjp_seconds
     if problem.m <= most_vectorized_rows(problem, seconds):
         rows = cost_model.COSTS.vjp_evaluations * max(
@@ -176,7 +176,7 @@ def dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
 
 
 def dense_is_small(problem: Problem, settings: Settings, most: int = SMALL_CALLS) -> bool:
-    """Whether the dense engine takes few enough calls to be cheaper than examining what a certificate found."""
+    """Whether the dense engine takes so few calls that it costs less than examining what a certificate found."""
     return settings.engine != "compressed" and 2 * problem.n + problem.m <= most
 
 
@@ -197,7 +197,7 @@ def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> B
 
 
 def _looks(problem: Problem, settings: Settings) -> int:
-    """How many evaluations may be spent on guesses that the first look did not test."""
+    """Number of evaluations that may be spent on guesses that the first look did not test."""
     share = (2 * problem.n + problem.m) // cost_model.COSTS.exploring_share
     if settings.engine == "compressed":
         return max(64, share)
@@ -213,7 +213,7 @@ def _aligning_calls(problem: Problem, settings: Settings, look: FirstLook) -> in
 
 
 def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int, int]:
-    """How many evaluations and VJPs may be spent on finding a pattern, and how many if one begins to show."""
+    """Number of evaluations and VJPs that may be spent on finding a pattern, and the same if a pattern is likely."""
     calls = 2 * problem.n + problem.m
     if settings.engine == "compressed":
         return max(64, calls), max(64, calls)
@@ -230,8 +230,8 @@ def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int,
 def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> int:
     """Largest number of entries with which a pattern may pay off; k entries in a row or column need k groups or more.
 
-    A pattern that takes more memory than two whole Jacobians must save many calls. If single calls would take long, a
-    few dense rows and columns may be left out of the groups.
+    A pattern that takes more memory than two whole Jacobians must save many calls. If the dense engine would take long,
+    a few dense rows and columns may be left out of the groups.
     """
     n, m = problem.n, problem.m
     if settings.engine == "compressed":
@@ -244,7 +244,7 @@ def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> in
 
 
 def _entries_worth(n: int, m: int, cost: float) -> int:
-    """Number of entries for which groups of rows, or columns, cost this much if all have equally many entries."""
+    """Number of entries, evenly spread, for which column and row groups, or column groups alone, cost this much."""
     by_rows = (cost - cost_model.COSTS.certificate_evaluations) / (2 / m + cost_model.COSTS.vjp_evaluations / n)
     by_columns = (
         (cost - cost_model.COSTS.certificate_evaluations - cost_model.COSTS.linear_start_evaluations)
@@ -275,7 +275,7 @@ def replays_groups(problem: Problem, settings: Settings, look: FirstLook, count:
 
 
 def _columns_cost(columns: int) -> float:
-    """Evaluations that take as long as analytical columns, from differentiating the backward once more."""
+    """Number of evaluations that take as long as analytical columns, which differentiate the backward once more."""
     return cost_model.COSTS.linear_column_evaluations * columns + cost_model.COSTS.linear_start_evaluations
 
 
@@ -285,7 +285,7 @@ def prefers_columns(columns: int, rows: int) -> bool:
 
 
 def takes_long(evaluations: float, look: FirstLook) -> bool:
-    """Whether this many evaluations take so long that certifying by random vectors is better."""
+    """Whether this many evaluations take so long that certificates by random vectors replace them."""
     return evaluations * look.seconds > cost_model.COSTS.single_calls_seconds
 
 
@@ -311,7 +311,7 @@ def is_one_block(problem: Problem | SmallProblem, settings: Settings) -> bool:
 def most_vectorized_rows(problem: Problem | SmallProblem, seconds: float) -> int:
     """Largest number of analytical rows of one vectorized VJP, by the time of one evaluation.
 
-    How much memory func uses inside is not known, but writing it takes time. So this bounds memory, too.
+    The memory that func uses inside is not known, but writing it takes time. Therefore, this also bounds the memory.
     """
     return (
         int(min(cost_model.COSTS.vectorized_rows, cost_model.COSTS.vectorized_seconds / max(seconds, 1e-6)))
@@ -321,7 +321,7 @@ def most_vectorized_rows(problem: Problem | SmallProblem, seconds: float) -> int
 
 
 def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
-    """A dense plan with a quarter of the columns at a time, after one ran out of memory; None: it has too few."""
+    """A dense plan with a quarter of the columns at a time, after `plan` ran out of memory; None if it has too few."""
     columns = max(FEWEST_COLUMNS, plan.columns_per_pass // 4)
     if columns >= min(plan.columns_per_pass, problem.n):
         return None
@@ -339,7 +339,7 @@ def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
 def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> Plan:
     """The plan of the dense engine for a problem whose outputs are known; look: the first look, if there was one.
 
-    May evaluate a few columns, to time them.
+    A few columns and rows may be computed, to time them.
     """
     column_bytes = 8 * max(1, problem.m)
     limit = _memory_limit(settings, column_bytes * problem.n, problem.device)
@@ -388,9 +388,9 @@ def small_plan(n: int, m: int, engine: Engine) -> Plan:
 
 
 def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | None, bool, str]:
-    """The size of vmapped batches, or whether columns come from replays, if either is faster than single calls.
+    """The size of vmapped batches, and whether columns come from replays, if either is faster than one call at a time.
 
-    Also returns a text on this for the reason of the plan.
+    The last result is a text about this for the reason of the plan.
     """
     costs = cost_model.COSTS
     seconds = costs.trial_seconds * (1.0 if problem.records_differences else costs.trial_backward)
@@ -441,7 +441,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
 
 
 def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bool, str]:
-    """Whether replays of a VJP give rows faster than single VJPs; also a text on this for the reason of the plan."""
+    """Whether replays of a VJP are faster than one call at a time; and a text about this for the reason of the plan."""
     are_run = problem.has_graph and settings.check_backward_ad
     if (
         problem.device.type != "cuda"
@@ -478,10 +478,10 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
 
 
 def _sample(size: int, fewest: int, most: int) -> int:
-    """How many columns, or rows, of one input or output to try."""
+    """Number of columns of an input, or rows of an output, for a trial."""
     return min(size, max(fewest, min(most, size // cost_model.COSTS.trial_share)))
 
 
 def make_sketch_plan(settings: Settings) -> Plan:
-    """The plan of fast mode: a few directions and cotangents, with graphs recorded as in the calls of the caller."""
+    """The plan of fast mode: a few directions and cotangents; func records graphs, as in the caller's own calls."""
     return Plan("sketch", 0, 0, True, "fast_mode=True", detection_limit(settings))

@@ -58,11 +58,11 @@ MATTERS = 1 / 8
 """Share of the tolerance from which the difference between the slope at eps and that of smaller steps matters."""
 
 LEAST_STAIRS = 8
-"""The least number of stairs between x and the points of the widest step, that is WIDER * eps, of a staircase."""
+"""The least number of stairs of a staircase between the two points of the widest step, which is at most WIDER * eps."""
 
 JUMP_RESIDUAL = 1 / 16
 """A line is fitted to func's changes. Its constant is a jump of func at x if the changes deviate from the line by at
-most this share of the constant. If the reason is rounding inside func, they deviate by half of the constant or more."""
+most this share of the constant. If it comes from rounding inside func, they deviate by at least half of it."""
 
 LEAST_JUMP_STEPS = 6
 """The least number of steps of at most eps that show a jump."""
@@ -99,20 +99,19 @@ class Refinement:
     moves
         By how much at_eps may differ from run to run, because of rounding inside func: float64, shape (entries,).
     drift
-        By how much values of func that were evaluated twice differ, divided by the width of the difference at eps:
-        float64, shape (entries,).
+        By how much repeated values of func differ, divided by the width of the difference at eps: float64, shape
+        (entries,).
     doubtful
-        Whether func is straight at steps of eps and larger, with another slope than `values`, so that `values`
-        come from rounding inside func: bool, shape (entries,).
+        Whether func is straight at steps of eps and larger, with a slope other than `values`. Then `values` come from
+        rounding inside func: bool, shape (entries,).
     curved
         Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (entries,).
     jumps
         By how much func changes from one side of x to the other, no matter how small the step is: float64, shape
         (entries,). Zero if this changes the difference at eps by no more than the tolerance.
     steps, changes, widths
-        The measurements, large steps first: how far the coordinate was moved to either side, by how much
-        func changed in between, and what that is divided by; zero where no step was taken. Float64, shape
-        (entries, steps).
+        The measurements, large steps first: how far the coordinate was moved to either side; the change of func between
+        the two points; and the divisor of this change, zero if no step was taken. Float64, shape (entries, steps).
     """
 
     values: Tensor
@@ -135,7 +134,7 @@ class Refinement:
         return Refinement(*(getattr(self, field.name)[entries] for field in fields(self)))
 
     def is_kink(self, entry: int, own: Tolerances) -> bool:
-        """Whether the one-sided derivatives differ by more than the tolerance, at smaller steps, too."""
+        """Whether the one-sided derivatives differ by more than twice the tolerance, and no less at smaller steps."""
         left, right = self.left[entry].item(), self.right[entry].item()
         if bool(self.curved[entry]):
             return False
@@ -144,7 +143,7 @@ class Refinement:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of func while coordinates, of inputs with the same step size, were moved together.
+    """Measurements of func for which coordinates of inputs with the same step size were moved together.
 
     Attributes
     ----------
@@ -153,15 +152,15 @@ class Measured:
     left, right, at_eps
         One-sided and central differences with the step eps: float64, shape (entries,).
     drift
-        By how much values of func differ that were evaluated twice, at x and at isolated steps: float64, shape
-        (entries,). Zero after quick measurements.
+        By how much repeated values of func differ, at x and at isolated steps: float64, shape (entries,). Zero after
+        quick measurements.
     eps
         The step of left, right and at_eps.
     ratio
         The ratio of a step to the next smaller one.
     steps, widths, changes, bends
-        From large to small steps h: h itself; the distance of the two points, zero if the coordinate takes no step as
-        small as this; f(x + h) - f(x - h); f(x + h) - 2 f(x) + f(x - h). Shape (steps, entries) each.
+        From large to small steps h: h itself; the distance between the two points, zero if the coordinate takes no step
+        this small; f(x + h) - f(x - h); f(x + h) - 2 f(x) + f(x - h). Float64, shape (steps, entries) each.
     """
 
     rounding: Tensor
@@ -182,13 +181,13 @@ def measured(
 ) -> Measured:
     """Evaluates func for derivatives of some outputs with respect to one coordinate each, from large to small steps.
 
-    This takes two evaluations per step and four more, in total at most about 90.
+    This takes two evaluations per step and four more, at most about 90 in total. Isolated steps are repeated.
 
     Parameters
     ----------
     inputs, outputs
         Coordinates of inputs with the same step size, in [0, n), and of outputs, in [0, m): int64, shape (entries,).
-        The input coordinates are moved together, so no output here may depend on two of them.
+        The input coordinates are moved together. Therefore, none of these outputs may depend on two of them.
     quickly
         Eleven evaluations, with a few steps around eps. They can show that an entry is wrong, but not that it is right.
     """
@@ -211,7 +210,7 @@ def measured(
         scales = [ratio**-power for power in powers]
         for scale, pair in zip(scales, _pairs(problem, record_graph, displacement, scales, outputs), strict=True):
             if pair is None:
-                continue  # the point may be outside of func's domain; with a smaller step it may be inside
+                continue  # the point may be outside func's domain; a smaller step may stay inside
             plus, minus = pair
             points.append((taken, scale))
             steps.append((scale * largest)[owner])
@@ -236,8 +235,8 @@ def measured(
 def _isolated(widths: Tensor, changes: Tensor, rounding: Tensor) -> list[int]:
     """The steps at which the slope of an entry is far from those of the next larger and the next smaller step.
 
-    Not even a kink or a jump has such a slope, but a value that func returned only once does. All have shape (steps,
-    entries), rounding (entries,).
+    A value that func returned only once causes such a slope, but a kink or a jump does not. widths and changes have
+    shape (steps, entries), and rounding has shape (entries,).
     """
     if len(widths) < 3:
         return []
@@ -252,7 +251,7 @@ def _isolated(widths: Tensor, changes: Tensor, rounding: Tensor) -> list[int]:
 def _runs(largest: Tensor, smallest: Tensor, ratio: float, most: int | None) -> list[tuple[Tensor, range]]:
     """Masks of the coordinates that take the step largest * ratio**-power, and the range of powers of each mask.
 
-    A coordinate takes steps down to `smallest`, but no more than `most` steps. All have shape (coordinates,).
+    A coordinate takes steps down to `smallest`, but no more than `most` steps. All tensors have shape (coordinates,).
     Consecutive masks differ.
     """
     found: list[tuple[Tensor, range]] = []
@@ -290,10 +289,10 @@ def _pairs(
 
 
 def settled(found: Sequence[Measured], own: Tolerances) -> Refinement:
-    """The derivatives from several measurements, concatenated. All their inputs must have the same step size.
+    """The derivatives from several measurements, concatenated. All inputs must have the same step size.
 
-    An estimate from some steps counts only if all smaller steps agree with it up to func's own noise. Otherwise large
-    steps would make a rounding function look like the identity.
+    An estimate from some steps counts only if all smaller steps agree with it up to func's own noise. Otherwise, large
+    steps would make a function that rounds look like the identity.
     """
     one = _joined(found)
     eps, slopes = one.eps, torch.where(one.widths != 0, one.changes / one.widths, 0.0)
@@ -322,7 +321,7 @@ def settled(found: Sequence[Measured], own: Tolerances) -> Refinement:
 
 
 def _joined(found: Sequence[Measured]) -> Measured:
-    """Several measurements, end to end; entries that took fewer steps than others have widths of zero at the end."""
+    """Several measurements, concatenated; entries that took fewer steps than others have widths of zero at the end."""
     most = max(len(one.steps) for one in found)
     joined = {
         name: torch.cat([getattr(one, name) for one in found])
@@ -334,9 +333,9 @@ def _joined(found: Sequence[Measured]) -> Measured:
 
 
 def _is_rounded(one: Measured, slopes: Tensor, values: Tensor, errors: Tensor, own: Tolerances) -> Tensor:
-    """Whether func is a straight line through x at eps and larger steps, with a slope that differs from `values`."""
+    """Whether func is straight around x at eps and larger steps, with a slope other than `values`: shape (entries,)."""
     wider = (one.steps >= RATIO * one.eps) & (one.steps <= WIDER * one.eps)
-    # Next to a kink, the one-sided slopes differ; if func is curved, they or the slopes of wider steps differ.
+    # Next to a kink, the one-sided slopes differ. If func is curved, these or the slopes of wider steps differ.
     middle = (one.left + one.right) / 2
     distance = (middle - values).abs().nan_to_num(torch.inf)  # a NaN is no estimate and excuses no gradient
     bent = torch.where(wider, (slopes - middle).abs(), (one.left - one.right).abs())
@@ -347,11 +346,11 @@ def _is_rounded(one: Measured, slopes: Tensor, values: Tensor, errors: Tensor, o
 
 
 def _is_staircase(one: Measured, values: Tensor, own: Tolerances) -> Tensor:
-    """Whether func is a staircase around a straight line, for example in lower precision, and `values` are of a stair.
+    """Whether func is a staircase along a straight line, as in lower precision, and `values` are slopes of a stair.
 
-    Shapes as in `Refinement`, transposed. Next to x, func changes by `values`; the rest of its changes at larger steps
-    is proportional to the step, up to the height of a stair, on both sides of x. Changes that only end at larger steps
-    do not count: they may be those of a sort, or of an oscillation.
+    Returns a bool tensor of shape (entries,). Next to x, func has the slope `values`. The rest of its changes at larger
+    steps must be proportional to the step, up to the height of a stair, on both sides of x. If func no longer changes
+    at larger steps, it is not a staircase: it may sort its inputs or oscillate.
     """
     steps, widths, eps = one.steps, one.widths, one.eps
     taken = widths != 0
@@ -371,7 +370,10 @@ def _is_staircase(one: Measured, values: Tensor, own: Tolerances) -> Tensor:
 
 
 def _is_curved(one: Measured) -> Tensor:
-    """Whether one-sided derivatives approach each other as steps shrink, by (f(x + h) - 2 f(x) + f(x - h)) / h."""
+    """Whether one-sided derivatives approach each other at smaller steps: bool, shape (entries,).
+
+    Their difference is (f(x + h) - 2 f(x) + f(x - h)) / h.
+    """
     at_eps = (one.right - one.left).abs()
     if not len(one.steps):
         return torch.zeros_like(at_eps, dtype=torch.bool)
@@ -382,9 +384,9 @@ def _is_curved(one: Measured) -> Tensor:
 
 
 def _jumps(one: Measured, own: Tolerances) -> Tensor:
-    """The jump of func at x, or zero: the constant of the line through its changes, as a function of the width.
+    """The jump of func at x, or zero: float64, shape (entries,).
 
-    Lines are fitted to steps of up to WIDER * eps.
+    It is the constant of a line fitted to func's changes as a function of the width, for steps of up to WIDER * eps.
     """
     used = (one.widths != 0) & (one.steps <= WIDER * one.eps)
     count = used.sum(0).clamp(min=1)
@@ -400,13 +402,19 @@ def _jumps(one: Measured, own: Tolerances) -> Tensor:
 
 
 def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: Tensor) -> Tensor:
-    """Rounding of each output: the largest ulp of the output, of |x| and of 1; the last two only as seen in func.
+    """Rounding of each output: float64, shape (entries,).
+
+    This is one ulp of the output or, if larger, one ulp of max(|x|, 1), because func may compute with numbers of that
+    size. The latter is at most twice the lowest set bit of any nonzero change: finer changes show that func rounds
+    less.
 
     An output near zero may be the difference of two numbers of order 1. For example, at x = 0, exp(x) - 1 does not
     change for steps below 1e-16, but its derivative is not zero. Such an output changes by multiples of 1e-16 only.
 
     Parameters
     ----------
+    base, x
+        The outputs at x, and |x| of the coordinates: float64, shape (entries,).
     changes
         Changes of the outputs for steps of many sizes: float64, shape (steps, entries).
     """
@@ -423,7 +431,7 @@ def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: 
 def _at_eps(
     problem: Problem, where: Tensor, owner: Tensor, rows: Tensor, base: Tensor, record_graph: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One-sided derivatives, left and right, and the plain difference."""
+    """Left and right one-sided derivatives and the plain difference: float64, shape (entries,); NaN if func raises."""
     direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     direction[where] = 1.0
     displacement = _plain(problem.displacement(direction, eps))
@@ -433,7 +441,7 @@ def _at_eps(
         return tuple(problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
 
     both = unless_refused(sides)
-    if both is None:  # one side is outside of func's domain
+    if both is None:  # one side is outside func's domain
         missing = torch.full_like(base, torch.nan)
         return missing, missing, missing
     plus, minus = both
@@ -450,18 +458,18 @@ def extrapolate(
     ratio: float = RATIO,
     most_noise: float = math.inf,
 ) -> tuple[Tensor, Tensor]:
-    """The best estimate of each entry and its error; NaN and infinity if there is none.
+    """The best estimate of each entry and its error: shape (entries,) each; NaN and infinity if there is none.
 
     Parameters
     ----------
     slopes, widths
-        Plain differences and their divisors: shape (steps, entries), large steps first. The last steps may have
-        width zero: the entry did not take them.
+        Plain differences and their divisors: shape (steps, entries), large steps first. Steps that an entry did not
+        take come last and have width zero.
     ratio
         The ratio of a step to the next smaller one.
     most_noise
         The largest noise of func, relative to rounding. If the slopes of the finest steps scatter more, these steps are
-        not fine enough for func, and no estimate counts that disagrees with them.
+        not fine enough for func, and estimates that disagree with them do not count.
     """
     if not widths.numel():
         return torch.full_like(rounding, torch.nan), torch.full_like(rounding, torch.inf)
@@ -491,7 +499,7 @@ def _extrapolated(
     values = np.full_like(rounding, np.nan)
     errors_of_values = np.full_like(rounding, np.inf)
     taken = widths != 0
-    # By step and order: shape (steps, ORDER + 1, entries); an estimate of order k also uses the k larger steps before.
+    # By step and order: shape (steps, ORDER + 1, entries). An estimate of order k also uses the k next larger steps.
     estimates = np.full((len(widths), ORDER + 1, rounding.size), np.nan)
     differences = np.full_like(estimates, np.nan)
     estimates[:, 0] = slopes
@@ -521,7 +529,7 @@ def _extrapolated(
         step, order = np.divmod(best, ORDER + 1)
         estimate, error, width = estimates[step, order, open_], errors[step, order, open_], widths[:, open_]
         off = np.abs((slopes[:, open_] - estimate) * width)
-        # The error of a slope is no larger at smaller steps, so in func's values it shrinks with the step.
+        # The error of a slope does not grow at smaller steps. Therefore, its effect on values shrinks with the step.
         near = off <= 8 * np.maximum(noise[open_], error * width)
         agrees = (near | (place < step) | (width == 0)).all(0)
         values[open_[agrees]], errors_of_values[open_[agrees]] = estimate[agrees], error[agrees]

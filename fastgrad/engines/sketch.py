@@ -1,7 +1,7 @@
 """The sketch engine: V^T (J_num - J_ana) U for a few random directions U and cotangents V.
 
-Differences come first and cotangents second, because the cotangents carry weights from the measured
-noise: outputs that differences do not resolve must not hide the rest.
+Differences come first and cotangents second, because the measured noise determines the weights of the
+cotangents: outputs that differences do not resolve must not hide the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 
 NOISE_SHARE = 16
-"""The noise of the sum for a cotangent is at most atol divided by this; the threshold is atol / 4."""
+"""The noise of the sum for a cotangent is at most atol divided by this number; the threshold is atol / 4."""
 
 EXTRAPOLATED, CENTRAL = 4, 2
 """Number of evaluations per directional derivative, with Richardson extrapolation and without."""
@@ -35,7 +35,8 @@ KINK = 1e-2
 
 
 GONE = 64
-"""Noise is gone, and not only rounded differently in each run, if it is this many times smaller when measured again."""
+"""Noise counts as gone, and not as different rounding in each run, if a repeated measurement is this many times
+smaller."""
 
 
 class Measured(Protocol):
@@ -61,7 +62,7 @@ class Differences:
     derivatives
         J u, Richardson-extrapolated where there are four evaluations: float64, shape (count, m).
     noise
-        Bound of their error: float64, shape (m,), the largest over the directions for which it was estimated.
+        Bound of their errors: float64, shape (m,), the largest over the directions for which it was estimated.
     rounding
         The error of a derivative if rounding changes an output by two unit roundoffs, relative to the output.
     sizes
@@ -92,9 +93,9 @@ class Differences:
 
 @phase("directional differences")
 def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, rounding: Tensor | float) -> bool:
-    """Whether repeated differences, shape (..., m), differ from the first ones, so that func returned other values.
+    """Whether repeated differences, shape (..., m), show that func returned other values than at first.
 
-    rounding: the error of a difference if func's values are off by one ulp, as they may be from run to run.
+    rounding: the error of a difference if func's values are off by one ulp, as may happen from run to run.
     """
     own = settings.loosest()
     allowed = own.allowed(torch.maximum(again.abs(), derivative.abs())) + ROUNDING * rounding
@@ -109,21 +110,22 @@ def func_moves(
     is_quiet: Callable[[Any], bool],
     values_move: Callable[[], bool],
 ) -> bool:
-    """Whether noisy differences show that func returned other values only once.
+    """Whether noisy differences come from values that func returned only once.
 
-    The first one is repeated and, if it is quiet or much less noisy, or if any is not finite, all are. Otherwise the
-    noise is that of func, or its values at the inputs were others, from which all noise is measured.
+    The first difference is repeated and, if the result is quiet or less than half as noisy, all differences. If a
+    difference is not finite, all are repeated immediately. Otherwise, the noise is that of func, unless func's first
+    values at the inputs, on which all estimates of noise depend, were wrong.
 
     Parameters
     ----------
     rounding
         As in `derivatives_move`.
     measure
-        Measures so many of the same differences; gives None if func does not return its outputs.
+        Repeats the given number of differences; returns None if func does not return its outputs.
     is_quiet
         Whether the noise of differences is small enough for a verdict.
     values_move
-        Whether func returns other values at the inputs than at first.
+        Whether func now returns other values at the inputs than at first.
     """
     noise = float(differences.noise.norm().nan_to_num(math.inf))
     every = differences.derivatives.shape[0]
@@ -144,7 +146,8 @@ def contradicts(
 ) -> bool:
     """Whether better differences along the same directions show that func returned other values before, only once.
 
-    base: the outputs, shape (m,); repeat: measures the first differences again, if they are not near the better ones.
+    base: the outputs, shape (m,); repeat: measures the first differences again. It is called only if the first
+    differences are not near the better ones.
     """
     rounding = before.rounding * base.abs()
     if not derivatives_move(settings, better.derivatives, before.derivatives, rounding):
@@ -164,12 +167,12 @@ def directional_differences(
     fixed: Tensor | None = None,
     first: int = 0,
 ) -> Differences:
-    """Differences along random directions, from direction number `first` of set number `attempt` on.
+    """Differences along `count` random directions, from direction number `first` of set number `attempt` on.
 
     The first `extrapolated` directions take four evaluations each, which also measure the noise. The other directions
-    take two evaluations each; their errors are about as large, unless there is a kink. This is enough to show that
-    nothing is wrong, because the error of a difference does not make a wrong entry look right. It is not enough to show
-    that something is wrong.
+    take two evaluations each; their errors are about as large, unless there is a kink. Two evaluations are enough to
+    show that nothing is wrong, because the error of a difference does not make a wrong entry look right. They are not
+    enough to show that something is wrong.
 
     Inputs with different steps or weights are perturbed one after the other, and their derivatives are added. The
     weights express each input in units of its own tolerance. Coordinates that are `fixed`, shape (n,), are not
@@ -204,9 +207,9 @@ def directional_differences(
 
 
 def weights(noise: Tensor, norm: float, atol: float, pending: Tensor) -> Tensor:
-    """A weight per output, at most 1, such that the noise of all of them adds up to atol / 16 at most.
+    """A weight per output, at most 1, such that the 2-norm of the weighted noise is at most atol / 16: shape (m,).
 
-    Zero for outputs that are not pending or whose noise is not finite. norm: the 2-norm of noise.
+    It is zero for outputs that are not pending or whose noise is not finite. norm: the 2-norm of noise.
     """
     budget = atol / NOISE_SHARE
     if norm <= budget:
@@ -234,9 +237,9 @@ def all_count_fully(weight: Tensor) -> bool:
 
 @dataclass(slots=True)
 class Cotangent:
-    """A row of V: the function that makes its vector in R^m, the layout for autograd, and the factor of its threshold.
+    """A row of V: a function that makes its vector in R^m, its kind, the factor of its threshold, and its layout.
 
-    The vector is made again at each use, with the same values. This costs less than keeping it in memory.
+    The vector is made again for each use, with the same values. This costs less than keeping it in memory.
     """
 
     vector: Callable[[], Tensor]
@@ -246,12 +249,12 @@ class Cotangent:
 
     @property
     def expanded(self) -> bool:
-        """Whether the vector is one value, expanded."""
+        """Whether the grad_output is one value, expanded."""
         return self.layout == Layout.EXPANDED
 
 
 def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
-    """Weighted random cotangents, the first non-contiguous; the first attempt adds two with zeros and one expanded."""
+    """Yields weighted random cotangents, the first non-contiguous; attempt 0 adds HALVED, SPARSE and EXPANDED."""
     plain = all_count_fully(weight)
 
     def values(kind: GradOutputKind, number: int) -> Tensor:
@@ -268,7 +271,7 @@ def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[
 
 @dataclass(slots=True)
 class Sketch:
-    """S = V^T (J_num - J_ana) U and its allowed error: lists of rows, one per cotangent, one column per direction.
+    """S = V^T (J_num - J_ana) U and its allowed errors: lists with a row per cotangent and a column per direction.
 
     gradients: known VJPs, by the number of their cotangent. allowance: the error that is allowed for rounding in
     addition to the threshold, relative to the cotangent's scale.
@@ -281,7 +284,7 @@ class Sketch:
     allowance: float = 0.0
 
     def worst(self) -> tuple[int, int] | None:
-        """The entry (cotangent, direction) furthest beyond its allowed error, if any is beyond: NaN is the furthest."""
+        """The entry (cotangent, direction) that exceeds its allowed error most, if any does: NaN exceeds it most."""
         found = {
             (row, column): excess(value, allowed)
             for row, pairs in enumerate(map(zip, self.values, self.allowed))
@@ -291,7 +294,7 @@ class Sketch:
         return worst if worst and found[worst] > 1 else None
 
     def subtract(self, output: int, error: Tensor) -> None:
-        """Subtracts one output's contribution: error is its (J_num - J_ana) U, shape (directions,)."""
+        """Subtracts the contribution of one output; error: its row of (J_num - J_ana) U, shape (directions,)."""
         for cotangent, row in zip(self.cotangents, self.values, strict=True):
             share = cotangent.vector()[output].item()
             row[:] = (value - share * own for value, own in zip(row, error.tolist(), strict=True))
@@ -305,14 +308,14 @@ def residual_row(
     vector: Tensor,
     first_graph: bool = False,
 ) -> tuple[list[float], list[float], Tensor]:
-    """One row of the sketch, for a cotangent and its vector; its allowed error; and the VJP, shape (n,).
+    """One row of the sketch, for a cotangent and its vector; its allowed errors; and the VJP, shape (n,).
 
-    first_graph: whether the VJP is run on the first graph, which func may have changed since.
+    first_graph: whether the VJP is run on the first graph, whose saved tensors later calls may have overwritten.
     """
     vjp = problem.vjp_of_first_graph if first_graph else problem.vjp
     gradient = vjp(vector.unsqueeze(0), [cotangent.layout])[0]
     sums = ops.dots(differences.derivatives, vector), ops.dots(differences.directions, gradient)
-    # A few numbers each: Python compares them faster than operators do, and one copy fetches them from a device.
+    # For a few numbers, Python is faster than torch's operators, and one copy is enough to fetch them from a device.
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))
     values = [numerical[0] - analytical[0] for numerical, analytical in pairs]
     slack = allowed_in_row(settings, differences, cotangent)
@@ -327,7 +330,7 @@ def residual_row(
 
 
 def allowed_in_row(settings: Settings, differences: Differences, cotangent: Cotangent) -> float:
-    """Allowed error of a row, apart from rounding."""
+    """The allowed error of each sum in a row, apart from rounding."""
     slack = cotangent.scale * settings.atol / 4
     if cotangent.expanded:
         # This cotangent has no weights.

@@ -14,15 +14,15 @@ from fastgrad.engines.blocks import REPEAT_SCALE, one_hot_elements
 from fastgrad.engines.sketch import cotangents
 
 REPEATED, RUNS = 1, 3
-"""The number of the cotangent whose VJP is run several times, and the number of runs. This also detects gradients that
-change every second or third time."""
+"""The number of the cotangent whose VJP is run several times, and the number of runs. Three runs also detect gradients
+that change only every second or third time."""
 
 _Layout = tuple[tuple[int, int, int], ...]
 """For each output: its first coordinate, the number of coordinates per element, and the number of elements."""
 
 
 def _one_hot_coordinates(layout: _Layout, seed: int) -> dict[int, int]:
-    """The output of each one-hot grad_output, by its coordinate."""
+    """Maps the coordinate of each one-hot grad_output to the number of its output."""
     return {
         first + element * width + imaginary: output
         for imaginary in (1, 0)
@@ -34,31 +34,32 @@ def _one_hot_coordinates(layout: _Layout, seed: int) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class ScreeningGradOutputs:
-    """The grad_outputs of a small check in fast mode, each of which answers several questions.
+    """The grad_outputs of a small check in fast mode, each of which serves several tests.
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
-    zero, or are expanded. If there are several outputs, there is also a cotangent for each output alone. For custom
-    code, there are also one-hot grad_outputs. Without custom code, the mostly zero cotangent is nonzero at the last
-    element of each output, where kernels may take another path.
+    zero, or are expanded. If there are several outputs, one cotangent is also run for each output separately. For
+    custom code, there are also one-hot grad_outputs. Without custom code, the mostly zero cotangent is nonzero at the
+    last element of each output, where kernels may take another path.
 
     Attributes
     ----------
     vectors
         Float64, shape (rows, m).
     layouts, only
-        Per row, its layout, and the only output that gets a grad_output; -1: all outputs get one.
+        Per row, its layout, and the number of the only output that gets a grad_output; -1: all outputs get one.
     shares
         Per row, the allowed error of its sums, relative to that of a dense cotangent; infinite: no comparison.
     early, early_only
-        For the first graph: REPEAT_SCALE times row REPEATED and, for custom code, row `again`.
+        The vectors for the first graph: REPEAT_SCALE times row REPEATED and, for custom code, row `again`; and for each
+        the number of its only output, as in `only`.
     again
-        A row that is one-hot, at the last element; -1: there is none.
+        Number of the row that is one-hot at the last coordinate; -1: there is none.
     one_hot
-        The rows that are one-hot, and the coordinate of each.
+        The coordinate of each one-hot row, by the number of the row.
     separate
-        Numbers of the rows that equal row REPEATED for each output alone.
+        Numbers of the rows that equal row REPEATED, for each output separately.
     expanded
-        The row that is expanded.
+        Number of the row that is expanded.
     of_all
         Number of rows before those of `separate`.
     """
@@ -78,7 +79,7 @@ class ScreeningGradOutputs:
 
 @lru_cache(64)
 def screening_grad_outputs(layout: _Layout, seed: int, count: int, is_custom: bool) -> ScreeningGradOutputs:
-    """The grad_outputs for outputs of this layout, `count` dense random ones among them."""
+    """The grad_outputs for outputs of this layout; `count` of them are random and dense."""
     m = sum(width * elements for _, width, elements in layout)
     return weighted_grad_outputs(layout, seed, count, is_custom, torch.ones(m, dtype=torch.float64))
 
@@ -86,14 +87,14 @@ def screening_grad_outputs(layout: _Layout, seed: int, count: int, is_custom: bo
 def weighted_grad_outputs(
     layout: _Layout, seed: int, count: int, is_custom: bool, weight: Tensor
 ) -> ScreeningGradOutputs:
-    """The same with a weight per output, shape (m,); one-hot rows and the expanded row have no weights."""
+    """The same with a weight per output coordinate, shape (m,); one-hot rows and the expanded row are not weighted."""
     random = list(cotangents(seed, weight, count, 0))
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
     expanded, repeated = len(rows) - 1, rows[REPEATED][0]
     one_hot: dict[int, int] = {}
     if is_custom:
         found = _one_hot_coordinates(layout, seed)
-        # One more coordinate inside of the outputs, because there may be only zeros at the ends.
+        # One more coordinate, inside the outputs, because the rows of their last elements may be zero.
         found.setdefault((seed + weight.numel() // 2) % weight.numel(), -1)
         for coordinate, output in found.items():
             one = torch.zeros_like(weight)

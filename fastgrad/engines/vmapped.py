@@ -1,7 +1,7 @@
 """Numerical columns from many points in one call of func, vectorized by torch.func.vmap.
 
-A batching rule may be missing, and tensors that func captures are not batched. So `executor` compares the columns with
-single calls.
+A batching rule may be missing, and tensors that func captures are not batched. Therefore, `executor` compares the
+columns with columns that are computed one call at a time.
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ MOST = 512
 
 HOST_BYTES = 4 << 20
 DEVICE_BYTES = 64 << 20
-"""Bytes of the inputs and outputs of one batch: about what a cache holds, and enough to keep a GPU busy."""
+"""Bytes of the inputs and outputs of one batch: on the CPU, about the size of a cache; enough to keep a GPU busy."""
 
 
 def column_bytes(problem: Problem) -> int:
-    """Bytes that one column of a batch takes, with outputs and their copies; func's own memory is not known."""
+    """Bytes that one column of a batch takes, including outputs and their copies, but not func's own memory."""
     return 16 * (max(block.size for block in problem.inputs) + 2 * problem.m)
 
 
 def largest(problem: Problem, limit: int | None) -> int:
-    """Most columns of a batch that fit in an eighth of the memory limit, in bytes; fewer than FEWEST: no batches."""
+    """Largest number of columns of a batch; if fewer than FEWEST, there are no batches.
+
+    limit: the memory limit in bytes, of which a batch may take an eighth; None: there is none.
+    """
     room = DEVICE_BYTES if problem.device.type == "cuda" else HOST_BYTES
     room = room if limit is None else min(room, limit // 8)
     return min(MOST, problem.n, room // column_bytes(problem))
@@ -64,7 +67,7 @@ READING = frozenset(
 
 
 class _Observed(TorchFunctionMode):
-    """Tracks the results of torch's functions: those that are alive after func has returned were kept by func.
+    """Tracks the results of torch's functions: those that still exist after func has returned were kept by func.
 
     reads_values: whether any of the functions is in READING.
     """
@@ -94,10 +97,10 @@ class _Observed(TorchFunctionMode):
 def obstacle(problem: Problem, eps: float) -> str | None:
     """Why func must not be called in batches, as text; None if no reason is known.
 
-    Tensors that func keeps, for example a sum of its losses, would be batched tensors afterwards. If func reads values,
-    it raises in a batch, perhaps after it has set a flag that it does not reset then. This evaluates func once per
-    input, with all elements of the input perturbed: if func caches results by the values of its inputs, it caches them
-    again. Tensors that func changes in place count as kept.
+    Tensors that func keeps, for example a sum of its losses, would be batched tensors after a batch. If func reads
+    values, it raises in a batch, perhaps after it has set a flag that it then does not reset. Therefore, func is
+    evaluated once per input, without a batch. All elements of the input are perturbed, so that a func that caches
+    results by the values of its inputs computes and keeps them again. Tensors that func changes in place count as kept.
     """
     for block in problem.inputs:
         point = block.tensor.detach() + eps * block.step
@@ -124,20 +127,20 @@ def obstacle(problem: Problem, eps: float) -> str | None:
 def difference_columns(
     problem: Problem, first: int, count: int, size: int, eps: float, single: Callable[[int, int], Tensor] | None = None
 ) -> Tensor:
-    """The columns of `Problem.difference_columns`, up to rounding: `size` of them in one call of func.
+    """The columns of `Problem.difference_columns`, up to rounding: at most `size` of them in one call of func.
 
-    Func records no graph. The points are the same, bit for bit.
+    func records no graph. The points are the same, bit for bit.
 
     Parameters
     ----------
     single
-        Computes columns one by one, from the number of the first and their count. It is used for inputs for which func
-        raises if they are batched, because batches of other inputs may work. None: all inputs must allow batches.
+        Computes columns one by one, given the number of the first and their count. It is used for inputs for which func
+        raises in a batch, because batches of other inputs may work. None: all inputs must allow batches.
 
     Raises
     ------
     RefusedError
-        func raises for a batch, or returns another kind of output than at first.
+        func raises in a batch, or returns another kind of output than at first.
     """
     columns = torch.empty(count, problem.m, dtype=torch.float64, device=problem.device)
     widths = problem.coordinate_widths(eps)[first : first + count]
@@ -149,7 +152,7 @@ def difference_columns(
             try:
                 plus, minus = evaluate()
             except OUT_OF_MEMORY as error:
-                raise UnsuitableError("out of memory") from error  # single calls need less memory
+                raise UnsuitableError("out of memory") from error  # one call at a time needs less memory
             except Exception as error:
                 raise_if_transient(error, evaluate)
                 if single is None:
@@ -177,7 +180,7 @@ def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: floa
         found = torch.func.vmap(lambda point: problem.evaluate_with([block], [point]))(points)
     values = torch.empty(2 * count, problem.m, dtype=torch.float64, device=problem.device)
     for output, batch in zip(problem.outputs, found, strict=True):
-        result = batch.detach()  # func may record a graph by itself
+        result = batch.detach()  # func may enable gradient recording
         real = torch.view_as_real(result.resolve_conj()) if output.is_complex else result
         values[:, output.slice] = real.reshape(2 * count, output.size)
     return values[:count], values[count:]
