@@ -1,7 +1,7 @@
 """Patterns of functions that work slice by slice along some dimensions: batches, reductions, matrix products.
 
-Along a pair of aligned dimensions, outputs with index i depend only on input elements with index i: in A @ B, the rows
-of A are aligned with those of the result, and the columns of B with its columns.
+Along a pair of aligned dimensions, output elements with index i depend only on input elements with index i: in A @ B,
+the rows of A are aligned with the rows of the result, and the columns of B with the columns of the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from fastgrad.structure.coloring import Indices
 from fastgrad.structure.sparsity import Mask, Pattern
 
 LARGEST_ROW_SHARE = 1 / 2
-"""Largest share of the columns that a row may have: with more, a pattern saves less than half of the evaluations."""
+"""Largest share of columns in which a row may have entries: with more, a pattern saves less than half of the
+evaluations."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class _Pair:
 
     @property
     def columns_of_each(self) -> int:
-        """Number of columns of each row."""
+        """Number of columns of the input in which each row of the output may have entries."""
         if self.dims is None:
             return 0
         aligned = {dim for _, dim in self.dims}
@@ -57,7 +58,7 @@ class _Pair:
         for dim, size in enumerate(block.tensor.shape):
             values = known[dim][:, None, None] if dim in known else np.arange(size)
             elements = elements[..., None] * size + values
-            elements = elements.reshape(count, math.prod(elements.shape[1:]))  # -1 would need elements
+            elements = elements.reshape(count, math.prod(elements.shape[1:]))  # -1 fails if there are no elements
         columns = block.first + elements[..., None] * block.width + np.arange(block.width)
         return columns.reshape(count, self.columns_of_each), has_entries
 
@@ -75,9 +76,9 @@ def guess_aligned(
     outputs: Sequence[Block],
     has_room: Callable[[int], bool],
 ) -> Pattern | None:
-    """The pattern by aligned dimensions; None if there are none.
+    """The pattern by aligned dimensions; None if it is not useful.
 
-    The indices of an input dimension from 1 to just below the middle are moved together. This shows dependences on
+    The indices of the first half of an input dimension, except 0, are moved together. This shows dependencies on
     neighbors, sums over all indices before or after, and a reversed order. An output dimension of the same size is
     aligned with the input dimension if only outputs with these indices react.
 
@@ -86,7 +87,7 @@ def guess_aligned(
     respond
         Maps a selection of columns (shape (n,)) to the rows that react (shape (m,)).
     inputs, outputs
-        The columns and rows.
+        The tensors whose coordinates are the columns, and those whose coordinates are the rows.
     has_room
         Whether a pattern with this many entries is useful.
     """
@@ -109,7 +110,7 @@ def guess_aligned(
 
 
 def _pairs(respond: Callable[[Mask], Mask], selection: Mask, block: Block, outputs: Sequence[Block]) -> list[_Pair]:
-    """The aligned dimensions of an input and each output; selection: a mask that selects no columns."""
+    """The aligned dimensions of an input and each output; selection: a mask, shape (n,), that selects no columns."""
     shape, candidates = tuple(block.tensor.shape), _candidates(block, outputs)
     own = selection[block.slice].reshape(*shape, block.width)
     aligned: list[list[tuple[int, int]]] = [[] for _ in outputs]

@@ -2,7 +2,7 @@
 
 A pattern joins vertices (e.g. columns) to targets (the rows in which a column has entries), in
 CSR form: vertex k has the targets members[starts[k]:starts[k + 1]], distinct and in [0, targets).
-Index arrays are of NumPy: no default device or dispatch mode of torch touches them.
+Index arrays are NumPy arrays, because torch's default device and dispatch modes do not affect these.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def color(starts: Indices, members: Indices, targets: int) -> Indices:
     """Colors such that no two vertices of one color share a target: a distance-2 coloring of one side.
 
     The method is first fit: each vertex in turn, in natural order, gets the lowest color that fits. The largest number
-    of vertices at one target is a lower bound of the number of colors. If the coloring takes more colors, the vertices
-    with most targets are also tried first, and the coloring with fewer colors is returned (Curtis, Powell & Reid 1974;
-    Gebremedhin, Manne & Pothen 2005, section 3). The GIL is released.
+    of vertices at one target is a lower bound of the number of colors. If the coloring takes more colors, a second one
+    begins with the vertices that have most targets, and the coloring with fewer colors is returned (Curtis, Powell &
+    Reid 1974; Gebremedhin, Manne & Pothen 2005, section 3). The GIL is released.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def color(starts: Indices, members: Indices, targets: int) -> Indices:
     members
         Shape (nonzeros,).
     targets
-        How many targets there are.
+        Number of targets.
 
     Returns
     -------
@@ -45,12 +45,12 @@ def color(starts: Indices, members: Indices, targets: int) -> Indices:
 
 
 def star_color(starts: Indices, members: Indices, most: int) -> Indices | None:
-    """Colors of a symmetric pattern, such that each entry, or its mirror image, is alone in its group's product.
+    """Colors of a symmetric pattern, such that the product of a color shows each entry or its mirror image separately.
 
     This is a star coloring (Gebremedhin, Tarafdar, Manne & Pothen 2007): neighbors have different colors, and no path
-    over four vertices has only two colors. So for each entry (i, j), row i has no second entry with the color of j, or
-    row j has no second entry with the color of i. The method is first fit, in natural order or with the vertices with
-    most targets first. The GIL is released.
+    over four vertices has only two colors. Therefore, for each entry (i, j), row i has no second entry with the color
+    of j, or row j has no second entry with the color of i. The method is first fit, in natural order or beginning with
+    the vertices that have most targets. The GIL is released.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def star_color(starts: Indices, members: Indices, most: int) -> Indices | None:
 
 
 def groups(colors: Indices, arange: Callable[[int], Indices] = np.arange) -> tuple[Indices, Indices]:
-    """The vertices of each color (a group), as `bucket` returns them."""
+    """The groups, that is, the vertices of each color, as `bucket` returns them."""
     return bucket(colors, int(colors.max()) + 1 if colors.size else 0, arange)
 
 
@@ -78,7 +78,7 @@ def bucket(keys: Indices, count: int, arange: Callable[[int], Indices] = np.aran
     """The positions of each key in [0, count), by a counting sort.
 
     Returns (order, starts), shapes (keys,) and (count + 1,): key c is at the positions
-    order[starts[c]:starts[c + 1]], ascending. arange: makes the order if there is only one key.
+    order[starts[c]:starts[c + 1]], ascending. arange: makes the order if count is 1.
     """
     if count == 1:
         return arange(keys.size), np.array([0, keys.size])

@@ -1,7 +1,7 @@
 """Detects the sparsity pattern of a matrix: guesses first, then probing by products with its columns and rows.
 
-`Detection` works with any source of such products: here a problem, whose outputs are watched bit by bit while inputs
-move; in `functional` a linear map.
+`Detection` works with any source of such products. Here it is a problem, whose outputs at perturbed inputs are compared
+bit by bit with those at x. In `functional`, it is a linear map.
 """
 
 from __future__ import annotations
@@ -58,15 +58,17 @@ class Budget:
 
 
 CURVED = 2.0**-7
-"""Largest difference between the change of func along probes and a VJP, relative to this change. If it is larger,
-probes are repeated. Curvature within steps of eps explains far less, but kinks may explain more."""
+"""Largest difference between the sum of func's changes in probes and its prediction by a VJP, relative to the size of
+the prediction. If it is larger, probes are repeated. Curvature within steps of eps explains much less, but kinks may
+explain more."""
 
 
 class ProbedEvaluations:
-    """The evaluations of a search for a pattern. No entry is compared with them, so their sum is compared with a VJP.
+    """The evaluations of a search for a pattern, whose weighted sum is compared with a VJP.
 
-    If the two differ, because of curvature, a wrong gradient or a func that returned other values once, every
-    evaluation and the VJP are repeated: only the last changes its values.
+    No other test compares these evaluations with entries. The sum and the VJP may differ because of curvature, a wrong
+    gradient, or a func that returned other values once. If they differ, all evaluations and the VJP are repeated: only
+    in the last case do the values change.
     """
 
     def __init__(self, problem: Problem, steps: Tensor, look: FirstLook) -> None:
@@ -75,7 +77,7 @@ class ProbedEvaluations:
         self._seen: list[tuple[bytes, int]] = []
 
     def values(self, moved: Mask) -> Tensor:
-        """The outputs, shape (m,), where some of the inputs are moved; included in the sum."""
+        """The outputs with some coordinates moved: float64, shape (m,); their change is added to the sum."""
         values = self._evaluate(moved)
         weight = 1.0 - 0.5 / (1 + len(self._seen))  # unequal, so that opposite changes do not cancel
         self._step += weight * self._displacement(moved)
@@ -84,7 +86,7 @@ class ProbedEvaluations:
         return values
 
     def change_when_repeated(self, vjp: Callable[[Tensor], Tensor], cotangent: Tensor, tolerance: float) -> bool:
-        """Whether func, or its VJP, gives other values than before; tolerance: of an entry of the Jacobian."""
+        """Whether func or the VJP gives other values when repeated; tolerance: that of an entry of the Jacobian."""
         if not self._seen or self._explains(vjp(cotangent[None])[0], cotangent, tolerance):
             return False
         for packed, digest in self._seen:
@@ -109,7 +111,7 @@ class ProbedEvaluations:
 
 
 class Detection(ABC):
-    """Patterns of a matrix; a subclass defines what reacts to a selection of columns or of rows."""
+    """Patterns of a matrix. A subclass defines which rows react to selected columns, and which columns to rows."""
 
     def __init__(self, inputs: Sequence[Block], outputs: Sequence[Block], budget: Budget) -> None:
         self._blocks = inputs, outputs
@@ -120,19 +122,19 @@ class Detection(ABC):
 
     @abstractmethod
     def _guesses(self) -> Iterator[Pattern | None]:
-        """Guesses from shapes and the like."""
+        """Yields guesses from shapes and values; None if a guess does not apply."""
 
     @abstractmethod
     def _explains(self, pattern: Pattern) -> bool:
-        """Whether nothing that was seen contradicts a pattern."""
+        """Whether a pattern is consistent with the products so far; this may take another product."""
 
     @abstractmethod
     def _reacting_outputs(self, moved: Mask) -> Mask:
-        """The rows that a product with some columns reaches."""
+        """The rows that react to the selected columns: shapes (m,) and (n,)."""
 
     @abstractmethod
     def _reacting_inputs(self, chosen: Mask) -> Mask:
-        """The columns that a product with some rows reaches."""
+        """The columns that react to the selected rows: shapes (n,) and (m,)."""
 
     @property
     def _is_steady(self) -> bool:
@@ -145,12 +147,12 @@ class Detection(ABC):
         return next(self.guesses(), None)
 
     def guesses(self) -> Iterator[Pattern]:
-        """All guesses that may be right."""
+        """Yields all guesses that may be right."""
         return (pattern for pattern in self._guesses() if pattern is not None and self._is_plausible(pattern))
 
     @phase("pattern")
     def dense(self) -> Pattern | None:
-        """Every entry, of few rows or columns."""
+        """The dense pattern, if there are only a few rows or columns; otherwise None."""
         pattern = sparsity.guess_dense(*self._blocks)
         return pattern if pattern is not None and self._is_plausible(pattern) else None
 
@@ -163,10 +165,10 @@ class Detection(ABC):
         watch_gradients: bool = True,
         splits_hubs: bool = False,
     ) -> Pattern | None:
-        """The pattern by probing outputs, gradients, or both with blocks of columns or rows; None if there is none.
+        """The pattern by probing outputs, gradients, or both with blocks of columns or rows; None if none is found.
 
-        most: the largest number of products to find the pattern; None: as many as pay off, and the pattern may have
-        more entries than necessary. splits_hubs: as in `Refinement`.
+        most: the largest number of products. If None, probing takes at most the products that pay off, and the pattern
+        may have more entries than necessary. splits_hubs: as in `Refinement`.
         """
         budget, if_likely = self._budget.probes - self._spent, self._budget.probes_if_likely - self._spent
         if most is not None:
@@ -186,7 +188,7 @@ class Detection(ABC):
         return self._found(search)
 
     def _found(self, search: Callable[[], Pattern | None]) -> Pattern | None:
-        """What a search finds; None if its last probe raises: one-hot cotangents, or single steps, may not raise."""
+        """The result of a search; None if its last probe raises repeatedly: func or backward may accept other calls."""
         try:
             return search()
         except Exception as error:
@@ -204,7 +206,7 @@ class Detection(ABC):
         return self._reacting_inputs(chosen)
 
     def _is_plausible(self, pattern: Pattern) -> bool:
-        """Whether it pays off, fits in memory, and explains the products seen so far."""
+        """Whether a pattern may pay off, fits in memory, and explains the products so far."""
         return self._has_room(pattern.nnz) and self._explains(pattern)
 
     def _has_room(self, entries: int) -> bool:
@@ -223,7 +225,7 @@ class ProblemPatterns(Detection):
         budget: Budget,
         vjp: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """vjp: gives the VJP, shape (1, n), of a cotangent, shape (1, m); None: `Problem.vjp`."""
+        """vjp: returns the VJP, shape (1, n), of a cotangent, shape (1, m); None: `Problem.vjp`."""
         super().__init__(problem.inputs, problem.outputs, budget)
         self._problem = problem
         self._vjp = vjp or problem.vjp
@@ -236,7 +238,7 @@ class ProblemPatterns(Detection):
 
     def _guesses(self) -> Iterator[Pattern | None]:
         yield sparsity.guess_pointwise(*self._blocks)
-        if not any(block.is_complex for side in self._blocks for block in side):  # an entry would be four coordinates
+        if not any(block.is_complex for side in self._blocks for block in side):  # an entry may be four coordinates
             yield sparsity.guess_in_order(*self._blocks)
             yield sparsity.guess_moved(
                 self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), self._reacted
@@ -273,7 +275,7 @@ class ProblemPatterns(Detection):
         return pattern if pattern is not None and self._is_plausible(pattern) else None
 
     def _explains(self, pattern: Pattern) -> bool:
-        """Whether a pattern explains the first look, or another look if the first shows nothing."""
+        """Whether a pattern explains which outputs react in the first look or, if all could, in another evaluation."""
         moved = self._look.moved
         if not sparsity.explains_look(pattern, moved, self._reacted):
             return False
@@ -296,7 +298,7 @@ class ProblemPatterns(Detection):
 
     @cached_property
     def _is_steady(self) -> bool:
-        """Whether evaluations at x are equal bit for bit; otherwise probing is impossible."""
+        """Whether repeated evaluations at x are equal bit for bit; otherwise probing is impossible."""
         values = self._problem.evaluate(self._look.record_graph)
         is_steady = torch.equal(values.view(torch.int64), self._base)
         if not is_steady and is_moved(self._problem, self._settings, values, self._look.base):
@@ -313,10 +315,10 @@ class ProblemPatterns(Detection):
         return ProbedEvaluations(self._problem, self._steps, self._look)
 
     def repeat_suspects(self) -> None:
-        """Repeats the evaluations of detection if their sum is not that of a VJP; notes it if func's values change."""
+        """Repeats the evaluations of detection if a VJP does not explain their sum; notes if func's values change."""
         if not self._probes_columns:
             return
-        # A backward may accept one-hot cotangents only, or func may raise: other checks say so.
+        # A backward may accept only one-hot cotangents, or func may raise: other checks report this.
         repeat = partial(self._probed.change_when_repeated, self._vjp, self._cotangent, self._settings.atol)
         if unless_refused(repeat):
             self._problem.irreproducible.append("while a sparsity pattern was sought")

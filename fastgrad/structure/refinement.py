@@ -1,6 +1,6 @@
 """Sparsity patterns found by refinement: blocks of sources are perturbed, and halved until each is resolved.
 
-Sources are the columns and targets the rows, or the other way round: the targets that change are recorded.
+Sources are the columns and targets are the rows, or vice versa. The targets that change are recorded.
 
 Source: Griewank & Mitev, Detecting Jacobian sparsity patterns by Bayesian probing (2002).
 """
@@ -19,24 +19,24 @@ from fastgrad.structure.coloring import Indices
 from fastgrad.structure.sparsity import MOST_HUBS, Mask, Pattern, starts_of, with_whole_elements
 
 SEPARATES = 0.95
-"""A halving is informative if both halves reach at most this share of the targets of the whole."""
+"""A halving is informative if one half reaches at most this share of the targets of the whole block."""
 
 LIKELY_SHARE = 1 / 4
-"""A structure is likely if at most this share of all entries is not ruled out. Then compression saves more than the
-larger budget of probes costs."""
+"""A sparse pattern is likely if at most this share of all entries is not ruled out. Then compression saves more than
+the larger budget of probes costs."""
 
 PATIENCE = 2
-"""Uninformative halvings in succession after which a block is treated as dense."""
+"""Number of successive uninformative halvings after which a block is treated as dense."""
 
 HUB_SHARE = 0.5
-"""If there are many blocks, a target that more than this share of them reach belongs to a dense row."""
+"""If there are many blocks, a target (hub) that more than this share of them reach belongs to a dense row."""
 
 BLOCKS_BEFORE_GIVING_UP = 32
-"""Fewer blocks of columns than this are not informative if rows have many entries."""
+"""Number of blocks from which uninformative halvings and hubs count: with fewer, each block may reach most targets."""
 
 
 def probes_to_arrange(blocks: Sequence[Block]) -> int:
-    """The probes that a `Refinement` needs before its first level."""
+    """Number of probes that a `Refinement` takes before its first level."""
     wide = (sum(size > 1 for size in block.tensor.shape) for block in blocks if block.size)
     return sum(1 + dims for dims in wide if dims > 1)
 
@@ -44,15 +44,15 @@ def probes_to_arrange(blocks: Sequence[Block]) -> int:
 class Refinement:
     """The columns or the rows of the pattern, found by probing blocks of sources that are halved level by level.
 
-    Columns: the sources are the coordinates of the inputs, the targets those of the outputs, and a
-    probe is an evaluation. Rows: the other way round, and a probe is a VJP. Blocks that share no
-    target are probed at once. Dimensions along which half of a tensor reaches fewer targets than the
-    whole are halved first: for a convolution, the spatial dimensions before the channels.
+    Columns: the sources are the coordinates of the inputs, the targets are those of the outputs, and a
+    probe is an evaluation. Rows: vice versa, and a probe is a VJP. Blocks that share no target are
+    probed together. Dimensions along which half of a tensor reaches fewer targets than the whole are
+    halved first: for a convolution, the spatial dimensions before the channels.
 
     Attributes
     ----------
     probes
-        Calls of respond so far.
+        Number of calls of `respond` so far.
     last_share
         The share of possible entries that the last level did not rule out.
     """
@@ -60,10 +60,10 @@ class Refinement:
     def __init__(
         self, respond: Callable[[Mask], Mask], blocks: Sequence[Block], targets: int, splits_hubs: bool = False
     ) -> None:
-        """respond: maps a selection of sources (shape (sources,)) to that of the targets that react.
+        """respond: maps selected sources, shape (sources,), to the targets that react, shape (targets,).
 
-        splits_hubs: whether the few targets that most blocks reach are ignored when blocks are kept apart, and
-        treated as dense rows. This separates a structure from the dense rows next to it, on both sides.
+        splits_hubs: whether hubs, that is, the few targets that most blocks reach, are treated as dense rows and
+        ignored when blocks are colored. Without this, dense rows hide the pattern of the other rows.
         """
         self._splits_hubs = splits_hubs
         self._respond = respond
@@ -90,7 +90,7 @@ class Refinement:
         return np.flatnonzero(self._respond(selection))
 
     def _arrange(self, block: Block) -> Indices:
-        """Moves the separating dimensions of a tensor to the front, and returns the targets of the whole tensor."""
+        """Puts the separating dimensions of a tensor first, and returns the targets that the whole tensor reaches."""
         shape, width = list(block.tensor.shape), block.width
         wide = [dim for dim, size in enumerate(shape) if size > 1]
         reached = np.arange(self._targets)
@@ -111,7 +111,7 @@ class Refinement:
             permuted = coordinates.transpose(*order, len(shape))
             self._order[block.slice] = permuted.reshape(-1)
             self._is_in_order &= order == sorted(order)
-        # Number of elements per index of each dimension, ascending, from one element to the whole.
+        # Number of coordinates per index of each dimension, ascending, from one element to the whole tensor.
         units = {width}
         inside = width
         for dim in reversed(order):
@@ -121,7 +121,7 @@ class Refinement:
         return reached
 
     def _prepare(self) -> None:
-        """Finds the blocks to halve next, and colors them."""
+        """Selects the blocks to halve next, and colors them."""
         smallest = np.array([units[0] for units in self._units], dtype=np.int64)
         blocks = np.bincount(self._tensor, minlength=len(self._units))
         settled = (self._idle >= PATIENCE) & (blocks[self._tensor] >= BLOCKS_BEFORE_GIVING_UP)
@@ -134,7 +134,7 @@ class Refinement:
         self._colors = coloring.color(*self._lists, self._targets)
 
     def _split_hubs(self) -> None:
-        """Removes hubs (targets of most blocks) from the lists of targets, because they prevent grouping."""
+        """Removes hubs (targets of most blocks) from the lists of targets, because hubs prevent grouping."""
         starts, members = self._lists
         hubs = np.bincount(members, minlength=self._targets) > HUB_SHARE * self._active.size
         if hubs.sum() > MOST_HUBS * self._targets:
@@ -150,12 +150,12 @@ class Refinement:
 
     @property
     def next_cost(self) -> int:
-        """Probes of the next level."""
+        """Number of probes that the next level takes."""
         return 0 if self.is_done else 2 * (int(self._colors.max()) + 1)
 
     @property
     def entries(self) -> int:
-        """Entries of the pattern as known so far."""
+        """Number of entries that are not ruled out so far."""
         return int(((self._last - self._first) * np.diff(self._starts)).sum())
 
     def _middles(self) -> Indices:
@@ -187,7 +187,7 @@ class Refinement:
             owner[part] = np.repeat(chosen, np.diff(part_starts))
             for side, (low, high) in enumerate(((first, middle), (middle, last))):
                 reacted = self._probe(self._selection(low[chosen], high[chosen]))
-                # A target that no block reached on the previous level is ignored: certificates find its entries.
+                # Targets that none of these blocks reached on the previous level are ignored: certificates find them.
                 reacted = reacted[owner[reacted] >= 0]
                 found.append(reacted)
                 children.append(2 * owner[reacted] + side)
@@ -207,7 +207,7 @@ class Refinement:
         return selection
 
     def _replace(self, middle: Indices, children: Indices, found: Indices) -> None:
-        """Replaces the active blocks by their halves and the targets of these."""
+        """Replaces the active blocks and their targets by the halves and the targets of the halves."""
         active = self._active
         pairs, starts = coloring.bucket(children, 2 * active.size)
         before, after = np.diff(self._starts)[active], np.diff(starts).reshape(-1, 2)
@@ -239,7 +239,7 @@ def _select(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices
 
 
 def _lists(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices, Indices]:
-    """CSR of the lists with these numbers."""
+    """CSR of the lists with the chosen numbers."""
     counts = np.diff(starts)[chosen]
     selected = starts_of(counts)
     return selected, members[np.repeat(starts[chosen] - selected[:-1], counts) + np.arange(selected[-1])]
@@ -255,17 +255,17 @@ def refined(
     most_if_likely: int = 0,
     may_be_unfinished: bool = True,
 ) -> Pattern | None:
-    """The pattern from the side that finishes first; None if it exceeds the numbers of probes or entries.
+    """The pattern from the side that finishes first; None if it takes too many probes or has too many entries.
 
     The two sides take turns, because the pattern may be impossible to find from one side and easy to find from the
-    other. A turn ends when the side has taken twice as many probes as the other. Turns are this long because VJPs after
-    evaluations need a new graph. If one side ends with most entries not ruled out, the other side continues. If only
-    one side is given, it takes all turns.
+    other side. A turn ends when the side has taken twice as many probes as the other side. Turns are this long because
+    VJPs after evaluations need a new graph. If one side ends with most entries not ruled out, the other side continues.
+    If only one side is given, it takes all turns.
 
-    If at most LIKELY_SHARE of all entries are not ruled out, a structure is likely. Then most_if_likely probes are
-    allowed, if this is more than most_probes, but a level beyond most_probes must save more calls than it costs. If
-    probing ends before all blocks are resolved, and may_be_unfinished, the pattern has all entries that are not ruled
-    out.
+    If at most LIKELY_SHARE of all entries are not ruled out, a sparse pattern is likely. Then most_if_likely probes are
+    allowed, if this is more than most_probes. However, a level beyond most_probes must save more calls than it costs.
+    If a pattern is likely, but the allowed probes do not resolve all blocks, the pattern has all entries that are not
+    ruled out; without may_be_unfinished, it is None.
     """
 
     def spent(side: Refinement) -> int:

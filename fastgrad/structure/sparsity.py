@@ -19,23 +19,23 @@ from fastgrad.structure.coloring import Indices
 Mask = NDArray[np.bool_]
 
 DENSE_SHARE = 1 / 16
-"""A row with more than this share of the entries of the fullest row is dense, too."""
+"""A row with more than this share of the entries of the largest row is dense, too."""
 
 FEW = 16
-"""Number of results that are first searched for among the values of the inputs."""
+"""Approximate number of results that are first searched for among the values of the inputs."""
 
 MOST_HUBS = 1 / 32
-"""Largest share of targets that may be dense rows; if more seem dense, blocks are too large, or all rows are dense."""
+"""Largest share of rows (or columns) that may be dense. If more seem dense, blocks are too large, or all are dense."""
 
 BEYOND_CHANCE = 6
-"""Number of standard deviations from which a difference of a share is significant."""
+"""Number of standard deviations from which a deviation of a share is significant."""
 
 HANDFUL = 8
 """This many rows, or columns, always count as few."""
 
 BAND = 61
-"""Distance of the rows whose product shows a band, which must be at most half as wide. It is prime, so that the rows
-are at all positions within blocks."""
+"""Distance of the rows whose product shows a band. The band may be at most half as wide. The distance is prime, so that
+the rows are at all positions within blocks."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Pattern:
     origin
         A description of how it was found.
     is_numerical
-        Whether all inputs were moved while outputs were watched bit by bit. Then no entry of the function is missing.
+        Whether all inputs were perturbed and all outputs compared bit by bit. Then no entry of func is missing.
     """
 
     starts: Indices
@@ -80,24 +80,24 @@ class Pattern:
 
     @cached_property
     def most_in_row(self) -> int:
-        """Number of entries of the fullest row."""
+        """The largest number of entries in a row."""
         return int(np.diff(self.starts).max(initial=0))
 
     @cached_property
     def most_in_column(self) -> int:
-        """Number of entries of the fullest column."""
+        """The largest number of entries in a column."""
         return int(np.bincount(self.columns).max(initial=0))
 
     def dense_rows(self) -> Mask:
-        """The few rows with far more entries than all others, for example of a loss: shape (m,)."""
+        """Mask of the few rows with far more entries than all others, for example of a loss: shape (m,)."""
         return _few_large(np.diff(self.starts))
 
     def dense_columns(self) -> Mask:
-        """The few columns with far more entries than all others, for example of a shared parameter: shape (n,)."""
+        """Mask of the few columns with far more entries than all others, as of a shared parameter: shape (n,)."""
         return _few_large(np.bincount(self.columns, minlength=self.n))
 
     def touched(self, columns: Mask) -> Mask:
-        """The rows with an entry in one of these columns: shapes (n,) and (m,)."""
+        """Mask, shape (m,), of the rows with an entry in one of the given columns, shape (n,)."""
         before = np.zeros(self.nnz + 1, dtype=np.int64)
         np.cumsum(columns[self.columns], out=before[1:])
         return before[self.starts[1:]] > before[self.starts[:-1]]
@@ -156,9 +156,9 @@ def starts_of(counts: Indices | Mask) -> Indices:
 
 
 def guess_pointwise(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
-    """The pattern of a pointwise function, if all inputs broadcast to each output.
+    """The pattern of a pointwise function; None unless all inputs broadcast to each output.
 
-    A complex element depends on both coordinates of a complex one.
+    Each coordinate of an output element depends on both coordinates of a complex input element.
     """
     lists = []
     for output in outputs:
@@ -179,12 +179,12 @@ def guess_pointwise(inputs: Sequence[Block], outputs: Sequence[Block]) -> Patter
     n = sum(block.size for block in inputs)
     starts, columns = np.arange(rows + 1), _concatenated(lists, 0).reshape(-1)
     if np.array_equal(columns, starts[:-1]):
-        columns = starts[:-1]  # of large vectors, every copy counts
+        columns = starts[:-1]  # saves the memory of a copy
     return Pattern(starts * per_row if per_row > 1 else starts, columns, n, "guessed pointwise from shapes")
 
 
 def guess_dense(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
-    """The dense pattern, if there are only a few rows or columns."""
+    """The dense pattern; None if there are more than a few rows and columns."""
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
     if min(n, m) > HANDFUL:
         return None
@@ -192,7 +192,7 @@ def guess_dense(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | 
 
 
 def guess_in_order(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
-    """The pattern of a function that only reshapes, splits or joins: element by element in C order."""
+    """The pattern of a function that only reshapes, splits or joins: element by element in C order; None if n != m."""
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
     if n != m:
         return None
@@ -203,12 +203,12 @@ def guess_in_order(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern
 def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], reacted: Mask) -> Pattern | None:
     """The pattern of a function that only moves elements: each result depends on the input element of equal value.
 
-    values: the values of the inputs at x, shape (n,); None is returned if two are equal. results: the values of the
-    outputs, shape (m,). reacted: which outputs reacted in the first look, shape (m,).
+    values: the inputs at x, shape (n,). results: the outputs at x, shape (m,). reacted: which outputs reacted in the
+    first look, shape (m,). Returns None if two inputs are equal, or if none of some reacting outputs equals an input.
     """
     some = np.flatnonzero(reacted)
     if not np.isin(values, results[some[:: max(1, some.size // FEW)]]).any():
-        return None  # this shows without sorting
+        return None  # no need to sort
     order = np.argsort(values)
     ascending = values[order]
     if not values.size or (ascending[1:] == ascending[:-1]).any():
@@ -221,11 +221,11 @@ def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], react
 
 
 def guess_band(respond: Callable[[Mask], Mask], m: int, n: int, is_symmetric: bool) -> Pattern | None:
-    """The pattern of a band matrix, for example of a stencil: one product with rows far apart shows the offsets.
+    """The pattern of a band matrix, for example of a stencil; None if there is none.
 
-    An offset is the distance of a column from the diagonal; all rows are assumed to have the same offsets.
-
-    respond: maps a selection of rows, shape (m,), to the columns that react.
+    One product with rows that are far apart shows the offsets. An offset is the distance of a column from the diagonal;
+    all rows are assumed to have the same offsets. respond: maps selected rows, shape (m,), to the columns that react,
+    shape (n,).
     """
     chosen = np.zeros(m, dtype=np.bool_)
     chosen[BAND // 2 :: BAND] = True
@@ -247,28 +247,27 @@ def decode(
 
     For each bit, all sources whose index has a one in this bit are probed together. If a target reacts, the index of
     its source has a one in this bit. Before that, two random halves of the sources are probed, which must share no
-    target.
-    This finds most targets with several sources; certificates find the others. So each tensor takes two probes for the
-    halves, and one probe per bit.
+    target. This detects most targets with several sources; certificates detect the others. Each tensor takes two probes
+    for the halves, and one probe per bit.
 
     Parameters
     ----------
     respond
         Maps a selection of sources (shape (sources,)) to that of the targets that react (shape (targets,)).
     blocks, targets
-        The sources' tensors, and how many targets there are.
+        The tensors of the sources, and the number of targets.
     most_probes
         Largest number of probes.
 
     Returns
     -------
     tuple or None
-        (targets, sources, probes): an entry for each target and each coordinate of its source. None if a target has
-        several sources in a tensor, or if too many probes are needed.
+        (targets, sources, probes): the entries, one for each target and each coordinate of its source; and the number
+        of probes. None if a target has several sources in a tensor, or if too many probes are needed.
     """
     selection = np.zeros(sum(block.size for block in blocks), dtype=np.bool_)
     found: list[tuple[Indices, Indices]] = []
-    halves = np.random.default_rng(0)  # not numpy's own state
+    halves = np.random.default_rng(0)  # leaves NumPy's global state unchanged
     probes = 0
     for block in blocks:
         elements = block.size // block.width
@@ -304,7 +303,7 @@ def decoded(
     share: float,
     most_probes: int,
 ) -> Pattern | None:
-    """The pattern with one entry per row and input, or one per column and output; None otherwise.
+    """The pattern, if each output element depends on at most one element per input, or vice versa; otherwise None.
 
     share: the share of outputs that react if a random half of all inputs moves. With one source in each of t tensors,
     it is at most 1 - 2^-t, except by chance.
@@ -337,7 +336,7 @@ def explains_look(pattern: Pattern, moved: Mask, reacted: Mask) -> bool:
 
 
 def separating_columns(pattern: Pattern) -> Mask:
-    """Columns, shape (n,), whose perturbation leaves every second row unchanged."""
+    """Mask, shape (n,), of the columns that have no entries in rows 0, 2, 4, ..."""
     chosen = np.zeros(pattern.m, dtype=np.bool_)
     chosen[::2] = True
     separating = np.ones(pattern.n, dtype=np.bool_)
@@ -346,12 +345,12 @@ def separating_columns(pattern: Pattern) -> Mask:
 
 
 def with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern:
-    """The pattern extended to all coordinates of each element of an entry."""
+    """The pattern, extended to all pairs of coordinates of the output and input elements of each entry."""
     if not any(block.is_complex for block in (*inputs, *outputs)):
         return pattern
     first_row, row_widths = _elements(outputs)
     first_column, column_widths = _elements(inputs)
-    # One entry per pair of elements, before each becomes up to four entries, because memory may be scarce.
+    # To save memory, duplicate pairs of elements are removed before each pair becomes up to four entries.
     keys = np.unique(first_row[pattern.rows()] * pattern.n + first_column[pattern.columns])
     i, j = np.divmod(keys, pattern.n)
     entries = []
