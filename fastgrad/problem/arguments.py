@@ -79,20 +79,20 @@ def check_callable(func: object) -> None:
 
 
 class Call:
-    """func(*inputs, **kwargs) as a function of the checked tensors: it takes and returns flat sequences of tensors.
+    """func(*inputs, **kwargs) as a function of the checked tensors: it takes tensors and returns a tuple of tensors.
 
     This is a context manager: on leaving it, a module's buffers have the values that they had on entering.
 
-    Every call gets new containers, so that func may change them. They hold the caller's own tensors, or those that the
-    checker passes instead. The parameters of a module are perturbed in place. If the checker passes other tensors (dual
-    tensors) instead of the parameters, the module is called with these tensors.
+    Every call gets new containers, so that func may change them. The containers hold the caller's own tensors, or those
+    that the checker passes instead. The parameters of a module are perturbed in place. If the checker passes other
+    tensors (dual tensors) instead of the parameters, the module is called with these tensors.
 
     Attributes
     ----------
     tensors, names
         The checked tensors: inputs, then keyword arguments, then parameters; and their names in messages.
     output_names
-        Names of the tensors that func returned the first time.
+        Names of the tensors that func returned in its first call.
     differentiable
         Whether each of these output tensors required grad.
     """
@@ -127,7 +127,7 @@ class Call:
             parameter.assign()
 
     def __call__(self, *tensors: Any) -> tuple[Tensor, ...]:
-        """The tensors in func's result."""
+        """Calls func, and returns the tensors in its result."""
         if self._buffers is not None:
             self._buffers.restore()
         count = len(tensors) - len(self._parameters)
@@ -158,7 +158,7 @@ class Call:
 
 @dataclasses.dataclass
 class _Parameter:
-    """A parameter of a module: its first name, and the modules that hold it, each with its name there."""
+    """A parameter of a module: its first name, and the modules that hold it, each with the parameter's name there."""
 
     name: str
     tensor: Tensor
@@ -166,13 +166,13 @@ class _Parameter:
     was_replaced: bool = False
 
     def put(self, tensor: Tensor) -> None:
-        """Puts a tensor in the parameter's place; torch.func.functional_call does not restore aliased modules."""
+        """Puts a tensor in the parameter's place; torch.func.functional_call would not restore aliased modules."""
         self.was_replaced = True
         for owner, name in self.places:
             owner._parameters[name] = tensor  # type: ignore[assignment]  # a dual tensor is no Parameter
 
     def assign(self) -> None:
-        """Assigns the parameter again if it was replaced, for modules that keep lists of their parameters."""
+        """Assigns the parameter again if it was replaced, so that modules renew their own lists of parameters."""
         for owner, name in self.places if self.was_replaced else []:
             setattr(owner, name, self.tensor)
             torch_private.renew_weight_lists(owner)
@@ -196,9 +196,9 @@ def _checked_parameters(module: torch.nn.Module) -> list[_Parameter]:
 class Buffers:
     """The buffers of a module (for example running statistics), which are restored before every call.
 
-    All buffers are copied at the beginning. Only those that changed are restored: those whose version counter
-    increased and, because some operators write without increasing it, those whose values the first call changed.
-    They are not restored right after a call, because its backward may need the values that the call left.
+    All buffers are copied at the beginning. Only buffers that have changed are restored: those whose version counter
+    has increased and, because some operators write without increasing it, those whose values the first call changed.
+    Buffers are not restored right after a call, because its backward may need the values that the call left.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -208,7 +208,7 @@ class Buffers:
         self._calls = 0
 
     def restore(self, thoroughly: bool = False) -> None:
-        """Restores the buffers that changed. After the first call, and if thoroughly, it compares all values."""
+        """Restores the buffers that have changed; compares all values after the first call, and if thoroughly."""
         for owner, slots in self._slots:
             for name, tensor in slots.items():
                 if owner._buffers.get(name) is not tensor:
@@ -235,7 +235,7 @@ class _Kept:
         if self._moves or torch_private.version_of(tensor) != self._version:
             if self._is_leaf and not tensor.is_leaf:
                 tensor.detach_()  # the buffer was updated with a tensor that requires grad
-            # Without changing its version counter, which counts the module's own writes.
+            # By .data, the version counter does not change: it counts only the module's own writes.
             tensor.data.copy_(self._values)
             self._version = torch_private.version_of(tensor)
 

@@ -19,17 +19,17 @@ from fastgrad.problem.arguments import flatten
 from fastgrad.problem.coordinates import own_values
 
 _PLAIN = frozenset({float, int, bool, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
-"""Common types of arguments without tensors."""
+"""Common types of arguments that contain no tensors."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""An integer dtype to compare bits, by the size of an element in bytes."""
+"""The integer dtype in which bits are compared, by the size of an element in bytes."""
 
 
 class SavedState:
     """The state of all tensors in some values, including containers and modules.
 
-    `restore` writes only what has changed since then. As a context manager, it restores on leaving, also after an
-    exception.
+    A tensor that does not require grad is written by `restore` only if its values have changed. As a context manager,
+    this object restores the state on leaving, also after an exception.
     """
 
     def __init__(self, *values: Any) -> None:
@@ -53,7 +53,7 @@ class SavedState:
 def restores_caller_state(entry: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorates a function that calls the caller's func: restores the caller's tensors afterwards.
 
-    The tensors are saved before func can be called, and restored no matter how the function ends.
+    The tensors are saved before func can be called, and are restored no matter how the function ends.
     """
 
     @functools.wraps(entry)
@@ -73,12 +73,12 @@ def restores_caller_state(entry: Callable[Parameters, Result]) -> Callable[Param
 
 
 def _tensors_in(values: Iterable[Any], found: dict[int, Tensor]) -> Iterable[Tensor]:
-    """Adds each tensor once to those found; for a module, the parameters that require grad."""
+    """Adds each tensor in values to `found` once, and returns all found; of a module, parameters that require grad."""
     for value in values:
         if isinstance(value, Tensor):
             found[id(value)] = value
         elif type(value) in (tuple, list):
-            _tensors_in(value, found)  # the usual containers; `flatten` takes ten times as long
+            _tensors_in(value, found)  # for these common containers, `flatten` takes ten times as long
         elif isinstance(value, Module):
             found |= {id(each): each for each in value.parameters() if each.requires_grad and not is_lazy(each)}
         elif type(value) not in _PLAIN:
@@ -89,7 +89,7 @@ def _tensors_in(values: Iterable[Any], found: dict[int, Tensor]) -> Iterable[Ten
 
 
 class _KeptTensor:
-    """A tensor with its saved bits, gradient and requires_grad; plain ones are kept by `native.KeptTensor`."""
+    """A tensor with its saved bits, gradient and requires_grad; `native.KeptTensor` does the same for plain tensors."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -120,7 +120,7 @@ class _KeptTensor:
             self._kept_gradient.restore()
 
     def _write(self, memory: Tensor, bits: Tensor) -> None:
-        # Unchecked tensors are written only if their values have changed, because they may be mapped read-only.
+        # Memory of tensors that do not require grad may be read-only: it is written only if it has changed.
         if memory.layout is torch.strided and not _is_backed(memory):
             memory.untyped_storage().resize_(torch_private.bytes_needed(memory))  # func freed the memory
         elif not self._requires_grad and torch.equal(memory, bits):
@@ -135,12 +135,12 @@ class _KeptTensor:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """The memory position of a strided tensor."""
+    """The address, shape and strides of a strided tensor."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _is_backed(tensor: Tensor) -> bool:
-    """Whether a strided tensor's storage is as large as its elements need."""
+    """Whether a strided tensor's storage is large enough for its elements."""
     return tensor.untyped_storage().nbytes() >= torch_private.bytes_needed(tensor)
 
 
@@ -153,8 +153,8 @@ def _is_opaque(tensor: Tensor) -> bool:
 def _memory(tensor: Tensor, is_written: bool) -> Tensor | None:
     """The memory of a tensor's values; None if it is not accessible.
 
-    A dimension of stride 0 is reduced to one element. If is_written, the values are returned as they are. Otherwise
-    their bits are returned as integers, so that comparing them compares all bits.
+    A dimension of stride 0 is reduced to one element. If is_written, the values are returned in their own dtype.
+    Otherwise, their bits are returned as integers, so that a comparison includes all bits.
     """
     values = own_values(tensor)
     if values is None or (values.layout is torch.strided and not _is_backed(values)):

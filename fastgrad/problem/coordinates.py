@@ -24,11 +24,11 @@ class Block:
     """The coordinates of one differentiable tensor.
 
     index is the tensor's number among the differentiable inputs, or among the differentiable outputs
-    (an input given twice has the index of its first place). position is its place among func's
-    arguments or results. Its coordinates run from first to first + size. If only some elements have
-    coordinates, elements holds their flat (C order) numbers: int64, shape (elements,). For an input,
-    step is its step relative to the check's eps, and weight is the factor of its errors in sums over
-    inputs whose tolerances differ.
+    (an input that is passed twice has the index of its first occurrence). position is its position
+    among func's arguments or results. Its coordinates are first, ..., first + size - 1. If only some
+    elements have coordinates, elements holds their flat (C order) numbers: int64, shape (elements,).
+    For an input, step is its step relative to the check's eps, and weight is the factor of its errors
+    in sums over inputs whose tolerances differ.
     """
 
     index: int
@@ -42,12 +42,12 @@ class Block:
 
     @property
     def is_complex(self) -> bool:
-        """Whether an element is two coordinates."""
+        """Whether an element has two coordinates."""
         return self.tensor.is_complex()
 
     @property
     def width(self) -> int:
-        """Real coordinates of an element."""
+        """Number of real coordinates of an element."""
         return 2 if self.is_complex else 1
 
     @property
@@ -66,12 +66,12 @@ class Block:
         return element_index(number, self.tensor.shape)
 
     def index_at(self, coordinate: int) -> tuple[int, ...]:
-        """The multi-index of the element that one of the block's coordinates, in [first, first + size), belongs to."""
+        """The multi-index of the element to which a coordinate of the block, in [first, end), belongs."""
         return self.element_index((coordinate - self.first) // self.width)
 
 
 def per_coordinate(blocks: Sequence[Block], value: Callable[[Block], float], device: torch.device) -> Tensor:
-    """The value of each block, once for each of its coordinates: float64, shape (coordinates,)."""
+    """The value of each coordinate's block: float64, shape (coordinates,)."""
     sizes = torch.tensor([block.size for block in blocks], device="cpu")
     values = torch.tensor([value(block) for block in blocks], dtype=torch.float64, device="cpu")
     return values.repeat_interleave(sizes).to(device)
@@ -150,7 +150,7 @@ def _specified_elements(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def _compression(tensor: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Compressed and plain indices of a compressed sparse tensor, and whether rows are compressed."""
+    """The compressed and the plain indices of a compressed sparse tensor, and whether rows are compressed."""
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), True
     return tensor.ccol_indices(), tensor.row_indices(), False
@@ -204,7 +204,7 @@ def blocks_of(
 ) -> tuple[Block, ...]:
     """The blocks of the tensors at the selected positions; with `once`, a tensor that occurs again adds no block.
 
-    memories: of the tensors that are not strided, by position. scales: step and weight of each tensor, if not all 1.
+    memories: those of non-strided tensors, by position. scales: step and weight of each tensor; empty: all are 1.
     """
     blocks: list[Block] = []
     seen: set[int] = set()
@@ -239,7 +239,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def overlap(left: Tensor, right: Tensor) -> bool:
-    """Whether two strided tensors share memory: exact also for interleaved views of one storage."""
+    """Whether two strided tensors share memory; this is exact, also for interleaved views of one storage."""
     if left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr() or not (left.numel() and right.numel()):
         return False
     spans = []

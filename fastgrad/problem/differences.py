@@ -53,7 +53,7 @@ class Differences(Evaluation):
     ) -> Tensor:
         """Entries of the numerical Jacobian; groups of columns that share no row are perturbed together.
 
-        The numbers equal those of `difference_columns`. A group takes two evaluations; its columns have the same step.
+        The entries equal those of `difference_columns`. A group takes two evaluations; its columns have the same step.
 
         Parameters
         ----------

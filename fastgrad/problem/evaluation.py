@@ -1,4 +1,4 @@
-"""func as a map of real coordinates: evaluations at x and at perturbed points; restores the caller's state."""
+"""func as a map of real coordinates: evaluations at x and at perturbed points; restores the inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastgrad.problem.validation import changed_message, check_outputs, differen
 Self = TypeVar("Self", bound="Evaluation")
 
 MOST_NODES = 256
-"""Largest number of graph nodes that are counted; with more, func counts as slow, and its time is used."""
+"""Largest number of graph nodes that are counted. func with many more nodes is slow: its measured time is used."""
 
 _UNKNOWN_NODES = 8
 """The assumed number of nodes if the outputs have no graph."""
@@ -32,14 +32,14 @@ _UNKNOWN_NODES = 8
 
 @dataclass(slots=True)
 class _Recorded:
-    """The outputs of a recorded evaluation, and their graph for VJPs, which is made on demand."""
+    """The outputs of a recorded evaluation, and the graph for their VJPs, which is made on demand."""
 
     outputs: tuple[Tensor, ...]
     graph: native.Graph | None = None
 
 
 def evaluated_and_restored(func: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """The result of func before a problem exists; strided arguments that require grad are restored."""
+    """Calls func before a problem exists, and returns its result; restores strided arguments that require grad."""
     checked: list[Tensor] = []
     for value in arguments:
         is_checked = isinstance(value, Tensor) and value.requires_grad and not value.is_nested
@@ -75,7 +75,7 @@ class Evaluation:
         records_differences: bool = True,
         traced: native.SmallProblem | None = None,
     ) -> None:
-        """names: of the arguments in messages, if any. scales: the step and weight of each checked argument.
+        """names: names of the arguments in messages, if any. scales: the step and weight of each checked argument.
 
         records_differences: whether func records gradients when it is evaluated next to x, as in torch's checker,
         unless it is known to give the same values without recording. traced: a small problem that has already called
@@ -106,7 +106,7 @@ class Evaluation:
         self.func = func
         self._arguments = arguments
         self._recorded: _Recorded | None = None
-        self._first: _Recorded | None = None  # kept: later calls may write into what it saved
+        self._first: _Recorded | None = None  # its VJPs show whether later calls overwrite saved tensors
         self._first_number = 1
         self._base: Tensor | None = None
         self.irreproducible: list[str] = []
@@ -170,7 +170,7 @@ class Evaluation:
             self.seconds = clock(device) - start
             self.undisturbed_seconds = undisturbed(self.seconds, since, device)
         if self._evaluator.inputs_changed():
-            self._evaluator.mutates_inputs = True  # or inputs contain a NaN: then this is harmless
+            self._evaluator.mutates_inputs = True  # also set if an input contains a NaN, which is harmless
         check_outputs(results)
         positions = [i for i, value in enumerate(results) if is_differentiable(value) and value.requires_grad]
         self.has_graph = bool(positions)
@@ -208,11 +208,11 @@ class Evaluation:
 
     @raises_memory_error
     def graph(self) -> tuple[Tensor, ...]:
-        """The outputs at x with their graph; func is evaluated again if any other evaluation came in between."""
+        """The outputs at x with their graph; func is evaluated again if it was called since the last graph."""
         return self._record().outputs
 
     def vjp_graph(self) -> native.Graph:
-        """The graph of the outputs at x, for VJPs with respect to all inputs; as `graph`."""
+        """The graph of the outputs at x for VJPs with respect to all inputs; recorded as in `graph`."""
         recorded = self._record()
         if recorded.graph is None:
             recorded.graph = native.Graph(recorded.outputs, self._input_tensors)
@@ -237,9 +237,9 @@ class Evaluation:
         return self._recorded
 
     def _compare_with_base(self, outputs: tuple[Tensor, ...]) -> None:
-        """Measures the largest difference of the outputs of a new graph from `base`.
+        """Measures the largest difference between the outputs of a new graph and `base`.
 
-        Views of inputs that func changes, and outputs for stand-ins of inputs, may differ.
+        Nothing is measured if func changes its inputs, of which outputs may be views, or gets stand-ins for them.
         """
         if self._base is not None and not self.mutates_inputs and self.nowhere() is None:
             change = largest_change(self._flat(output.detach() for output in outputs), self._base)
@@ -250,7 +250,7 @@ class Evaluation:
         return self._selected(self._evaluator.evaluate(True))
 
     def forget_graph(self) -> None:
-        """The next graph is that of a new evaluation."""
+        """Forgets the last graph, so that the next one is that of a new evaluation."""
         self._recorded = None
 
     def graph_of_its_own(self) -> tuple[Tensor, ...]:
@@ -282,10 +282,10 @@ class Evaluation:
         return steps.mul_(direction)
 
     def parts_of(self, vector: Tensor) -> Iterator[tuple[Tensor, float, float]]:
-        """The parts of a vector in R^n that belong to inputs with the same step and weight, with step and weight.
+        """Yields (part, step, weight): the part of a vector in R^n for the inputs with this step and weight.
 
-        If all inputs have the same step and weight, this is the vector itself. Parts that are zero or have a weight of
-        zero are left out.
+        If all inputs have the same step and weight, the part is the vector itself. Parts that are zero or have a weight
+        of zero are left out.
         """
         if not self.mixes_inputs:
             yield vector, *self.scales[0]
@@ -314,7 +314,7 @@ class Evaluation:
     def differences_along(
         self, along: native.RandomDirections, base: Tensor, curve: float, fixed: Tensor | None = None
     ) -> native.Derivatives:
-        """The derivatives along random directions.
+        """The derivatives of the outputs along random directions.
 
         Parameters
         ----------
@@ -356,7 +356,7 @@ class Evaluation:
         """
         self._recorded = None
         if displacement is not None:
-            # Copied before the inputs are restored: outputs may be views of them.
+            # values_along copies outputs before it restores the inputs, because outputs may be views of them.
             values = torch.empty(self.m, dtype=torch.float64, device=self.device)
             self.values_along(displacement, (scale,), (values,), record_graph)
             return values
@@ -379,13 +379,13 @@ class Evaluation:
         return self._base
 
     def take_base(self, base: Tensor) -> None:
-        """Uses outputs at x that are known: float64, shape (m,)."""
+        """Sets `base` to known outputs at x: float64, shape (m,)."""
         self._base = base.to(self.device)
 
     def nowhere(self) -> Tensor | None:
         """The displacement for evaluations at x: None, or zeros if func gets stand-ins for perturbed inputs.
 
-        func may depend on which tensors it gets.
+        func may give other values for stand-ins than for the inputs themselves.
         """
         stands_in = any(memory is not None and memory.stand_in is not None for memory in self._memories.values())
         return torch.zeros(self.n, dtype=torch.float64, device="cpu") if stands_in else None
@@ -395,7 +395,7 @@ class Evaluation:
         return native.flattened(tensors) if tensors else torch.empty(0, dtype=torch.float64, device=self.device)
 
     def _selected(self, result: Any) -> tuple[Tensor, ...]:
-        """The outputs in func's result; raises if shapes, dtypes or positions changed."""
+        """The outputs in func's result; raises if shapes, dtypes, devices or positions have changed."""
         results = as_tuple(result)
         selected = []
         for block in self.outputs:

@@ -1,4 +1,4 @@
-"""A few evaluations at and near the inputs that show cost, sparsity and noise of func."""
+"""A few evaluations at and near the inputs that show the cost, the sparsity and the noise of func."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fastgrad.report.settings import Settings
 
 CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 3e-6, 1.2e-6, 2.4e-6, 2e-9
 """Usual seconds of an evaluation: per call, and in addition per node of its graph, per custom Function, and per
-coordinate. `python -m benchmarks.bench_costs` measures them. On a CUDA device, calls take three to six times as long,
-and so does the work of the engines. So the same choices as on the CPU are right."""
+coordinate. `python -m benchmarks.bench_costs` measures them. On a CUDA device, calls and the work of the engines take
+three to six times as long. Therefore, the choices for the CPU are also right for CUDA."""
 
 BACKWARD_SECONDS = 2e-6
 """Additional time of an evaluation if func is itself a backward: one forward and one run of autograd's engine."""
 
 SLOW_SECONDS, SLOW_FACTOR = 3e-3, 10
 """func is slow if an evaluation takes more seconds than the first number, and more than the usual seconds times the
-second number. Then its measured seconds count, without the time of other processes. Otherwise only counts and sizes
-decide, so that the choices on a busy machine are the same as on an idle one."""
+second number. Then its measured seconds are used, without the time of other processes. Otherwise, only numbers of nodes
+and coordinates are used, so that the choices on a busy machine are the same as on an idle one."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class FirstLook:
     record_graph
         Whether func must record gradients while it is evaluated for differences, to give the same values.
     base
-        The outputs at x, in that mode: float64, shape (m,).
+        The outputs at x: float64, shape (m,).
     moved
         Which coordinates differ between the two points, a random half of them: shape (n,).
     reacted
-        Which outputs differ between the two points: shape (m,). None if func raises next to x.
+        Which outputs differ between the two points: shape (m,). None if func raises at the second point.
     seconds
         Seconds of one evaluation: the usual cost or, if func is slow, the measured time.
     measured
         Measured seconds of one evaluation, for estimates and trials; the choice of the engine does not use it.
     obstacles
-        Why no other engine than the dense one could be used, as text; extended during the check.
+        Reasons for using the dense engine, as text; extended during the check.
     """
 
     record_graph: bool
@@ -66,9 +66,9 @@ class FirstLook:
 
 @dataclass(frozen=True, slots=True)
 class KnownLook:
-    """A displacement of a random half of the inputs, shape (n,), and the outputs at x and there, shape (m,).
+    """A displacement of a random half of the inputs, shape (n,), and the outputs with and without it, shape (m,).
 
-    seconds: of the evaluation there.
+    base: the outputs at x. values, seconds: the outputs at x + displacement, and the time of this evaluation.
     """
 
     displacement: Tensor
@@ -80,16 +80,16 @@ class KnownLook:
 def first_look(problem: Problem, settings: Settings, known: KnownLook | None = None) -> FirstLook:
     """Compares the outputs of func with and without a graph, at one point next to x.
 
-    If they are equal, evaluations for differences do not record a graph. Otherwise they do, and also if func raises
-    without a graph, for example because it calls autograd itself. The comparison takes two evaluations, in addition to
-    the first one at x. Two evaluations at x itself are compared later, if a pattern is sought by comparing outputs bit
-    by bit.
+    If the outputs are equal, evaluations for differences record no graph. Otherwise, they record one, and also if func
+    raises without a graph, for example because it calls autograd itself. The comparison takes two evaluations, in
+    addition to the first one at x. Two evaluations at x itself are compared later, if a pattern is sought by comparing
+    outputs bit by bit.
 
-    known: results of a small check, which has made the first of these evaluations.
+    known: results of a small check, which has made the first of these two evaluations.
     """
     half = direction(problem.n, settings.seed, GRAPH_STREAM, halved=True)
     displacement = problem.displacement(half.to(problem.device), settings.eps) if known is None else known.displacement
-    # Outputs may be views of inputs. If inputs are restored, such outputs change, so func is evaluated again.
+    # Outputs may be views of inputs, and then change when inputs are restored. Therefore, func is evaluated again.
     base = problem.evaluate(True) if problem.mutates_inputs else problem.base()
     next_to_x, plain = torch.empty_like(base) if known is None else known.values, torch.empty_like(base)
     moved = half.numpy() != 0
@@ -100,7 +100,7 @@ def first_look(problem: Problem, settings: Settings, known: KnownLook | None = N
         return clock(problem.device) - start
 
     def look(record: bool, reacted: NDArray[np.bool_] | None, *seconds: float) -> FirstLook:
-        # The shortest time is used: in other calls, another process may have run, or a library was initialized.
+        # The shortest time is used: in longer calls, another process may have run, or a library was initialized.
         usual = usual_seconds(problem, min(problem.undisturbed_seconds, *seconds))
         return FirstLook(record, base, moved, reacted, usual, seconds[-1])
 
@@ -128,23 +128,23 @@ def first_look(problem: Problem, settings: Settings, known: KnownLook | None = N
 
 
 def is_moved(problem: Problem | SmallProblem, settings: Settings, again: Tensor, values: Tensor) -> bool:
-    """Whether repeated outputs, shape (m,), differ by more than rounding and more than a difference tolerates."""
+    """Whether repeated outputs, shape (m,), differ by more than rounding explains and differences tolerate."""
     return differ(again[None], values[None], _allowed_change(problem, settings, values), False)
 
 
 def base_moved(problem: Problem, settings: Settings) -> bool:
-    """Whether a later graph had other outputs at x than `problem.base`."""
+    """Whether the outputs of a later graph at x differed from `problem.base()`."""
     return problem.base_change > 0 and problem.base_change > _allowed_change(problem, settings, problem.base())
 
 
 def _allowed_change(problem: Problem | SmallProblem, settings: Settings, values: Tensor) -> float:
-    """The difference of repeated outputs, shape (m,), that rounding explains or a difference tolerates."""
-    size = largest(values.nan_to_num(0.0, 0.0, 0.0))  # a value that is not finite must be the same again
+    """The largest change of repeated outputs, shape (m,), that rounding explains or a difference tolerates."""
+    size = largest(values.nan_to_num(0.0, 0.0, 0.0))  # values that are not finite must not change at all
     return max(ROUNDING * problem.unit_roundoff * size, settings.eps * settings.atol)
 
 
 def usual_seconds(problem: Problem | SmallProblem, measured: float) -> float:
-    """The estimated time of one evaluation: from the numbers of coordinates and nodes, or measured if it is slow."""
+    """Seconds of one evaluation: estimated from the numbers of coordinates and nodes, or measured if func is slow."""
     usual = CALL_SECONDS + COORDINATE_SECONDS * (problem.n + problem.m)
     usual += NODE_SECONDS * problem.nodes + CUSTOM_SECONDS * problem.custom_nodes
     usual += 0.0 if problem.records_differences else BACKWARD_SECONDS

@@ -20,7 +20,7 @@ from fastgrad.problem.validation import changed_message
 def dual_arguments(
     arguments: tuple[Any, ...], inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
 ) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Arguments for func, in which inputs are detached and have tangents; and the tangents inside them."""
+    """Arguments for func, in which the inputs are detached and have tangents; and the tangents that they hold."""
     duals: dict[int, Tensor] = {}
     inside: list[Tensor] = []
     for input_, tangent in zip(inputs, tangents, strict=True):
@@ -73,7 +73,7 @@ class ForwardMode(Evaluation):
 
     @raises_memory_error
     def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Tangents of `outputs` for tangents of `inputs`; None means undefined. It takes one evaluation."""
+        """Tangents of `outputs` for tangents of `inputs`; None means undefined. This takes one evaluation."""
         self._recorded = None
         self._require_forward_ad()
         self.jvps += 1
@@ -87,9 +87,10 @@ class ForwardMode(Evaluation):
 
     @raises_memory_error
     def jvps_of(self, directions: Tensor, undefined: Sequence[int] = ()) -> Tensor:
-        """J u for directions u (float64, shape (count, n)) by forward-mode AD: shape (count, m); one evaluation each.
+        """J u for directions u (float64, shape (count, n)) by forward-mode AD: float64, shape (count, m).
 
-        undefined: for each direction, the number of an input that gets no tangent, or -1; empty: all inputs get one.
+        This takes one evaluation per direction. undefined: for each direction, the number of an input that gets no
+        tangent, or -1; empty: all inputs get one.
         """
         self._recorded = None
         self._require_forward_ad()
@@ -111,7 +112,7 @@ class ForwardMode(Evaluation):
         return self.inputs[number] if number >= 0 else None
 
     def jvp_coordinates(self, direction: Tensor) -> Tensor:
-        """J u for one direction u, shape (n,): shape (m,)."""
+        """J u for one direction u, shape (n,): float64, shape (m,)."""
         return self.jvps_of(direction[None])[0]
 
     def _require_forward_ad(self) -> None:

@@ -11,7 +11,7 @@ class Problem(Differences, ReverseMode, ForwardMode):
     """The map f: R^n -> R^m of func and its inputs, with its derivatives by autograd.
 
     This is a context manager: on leaving it, also after an exception or Ctrl-C, the inputs have the bits that they had
-    on entering. Its methods take the eps of the check; the step of an input is `Block.step` times as large.
+    on entering. Its methods take the eps of the check; the step of an input is eps times `Block.step`.
 
     Attributes
     ----------
@@ -23,13 +23,13 @@ class Problem(Differences, ReverseMode, ForwardMode):
     is_custom
         Whether a custom Function, a hook or other user code runs in backward, as far as visible.
     vectorizes
-        Whether VJPs may be vectorized: only without such code.
+        Whether VJPs may be vectorized: only if no such code runs.
     nodes, custom_nodes
         Number of nodes of the graph of the outputs, and number of custom Functions among them.
     records_differences
         Whether func records gradients when it is evaluated next to x.
     n, m
-        Real coordinates of inputs and outputs.
+        Numbers of real coordinates of inputs and outputs.
     device
         The device of Jacobian blocks, which is the device of the outputs.
     seconds
@@ -37,9 +37,10 @@ class Problem(Differences, ReverseMode, ForwardMode):
     undisturbed_seconds
         The part of these seconds in which no other process had the processor.
     ranks
-        The processes that compute columns and rows.
+        Number of processes that compute columns and rows.
     has_checkpoint, restores
-        Whether a file keeps columns and rows, and whether it had some that an earlier run computed.
+        Whether a file keeps columns and rows, and whether some were loaded from it since `restores` was last set to
+        False.
     progress
         The bar that shows how far the check is.
     unit_roundoff
@@ -49,11 +50,11 @@ class Problem(Differences, ReverseMode, ForwardMode):
     mixes_inputs
         Whether there is more than one such pair.
     base_change
-        The largest difference so far between outputs at x: of `base`, and of a later graph.
+        The largest difference so far between `base` and the outputs of a later graph at x.
     irreproducible
-        Evaluations that gave other values when they were repeated, as text.
+        The evaluations that gave other values when they were repeated, as text.
     unspecified
-        The largest entry so far that `vjp` computed at an element that a sparse input does not specify.
+        The largest magnitude so far of an entry of a VJP at an element that a sparse input does not specify.
     evaluations, vjps, jvps
-        Calls of func and of backward so far; a JVP is one of the evaluations.
+        Numbers of calls of func, of VJPs and of JVPs so far; a JVP is one of the evaluations.
     """

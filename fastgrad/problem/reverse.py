@@ -33,10 +33,10 @@ class ReverseMode(Evaluation):
         """Writes the analytical entries of an output's rows into values: float64, shape (entries,).
 
         There are `count` groups of rows that share no column, with one VJP each. Each of the first `repeated` groups is
-        run again, with `scale` (a power of two) times its cotangent. columns: the column of each entry, in the order of
-        the groups.
+        run again, with `scale` (plus or minus a power of two) times its cotangent. columns: the column of each entry,
+        int64, shape (entries,).
         """
-        # With other outputs, backward may get a sum of grad_outputs, which is not expanded.
+        # With several outputs, backward may get a sum of grad_outputs, which is not expanded.
         expand = len(self.outputs) == 1
         match = native.vjp_groups(
             self.vjp_graph(), output.index, self._natives, groups, values, self.n, repeated, scale, expand
@@ -64,7 +64,7 @@ class ReverseMode(Evaluation):
         Returns
         -------
         tuple
-            The rows: float64, shape (count, coordinates of `inputs` end to end); the rows of the second run, divided by
+            The rows: float64, shape (count, coordinates of all `inputs`); the rows of the second runs, divided by
             scale: float64, shape (repeated, coordinates); and properties of the gradients.
         """
         natives, graph, size = self._natives, self.vjp_graph(), self.n
@@ -96,16 +96,16 @@ class ReverseMode(Evaluation):
         Parameters
         ----------
         cotangents, layouts
-            As in `vjp`; or none.
+            As in `vjp`; may be empty.
         repeated, scale
             As in `analytical_rows`.
         undefined
-            Whether to run undefined grad_outputs, too.
+            Whether to also run undefined grad_outputs.
         fewest_vectorized
-            If an output has at least this many rows, they are computed by one vectorized VJP, if the backward can be
-            vectorized; 0: never. Only without `repeated`.
+            If an output has at least this many rows, one vectorized VJP computes them, if the backward can be
+            vectorized and `repeated` is 0; 0: never.
         atol, rtol
-            Tolerances with which the products of the cotangents must equal the sums of the rows; rtol is relative to
+            The products of the cotangents may differ from the sums of the rows by atol or, if smaller, by rtol times
             the largest sum.
         """
         whole = native.whole_backward(
@@ -133,8 +133,8 @@ class ReverseMode(Evaluation):
         cotangents
             float64, shape (count, m).
         layouts
-            For each row, the `native.Layout` of the grad_outputs; none: all are contiguous. A row that is expanded must
-            be constant over each output.
+            For each row, the `native.Layout` of the grad_outputs; empty: all are contiguous. A row that is expanded
+            must be constant over each output.
         only
             The only output that gets a grad_output; those of all other outputs are undefined.
 
@@ -158,7 +158,7 @@ class ReverseMode(Evaluation):
     ) -> tuple[Tensor, native.GradientsMatch]:
         """V J as in `vjp`, and properties of the gradients.
 
-        only: per row, the index of the output that gets a grad_output, -1 for all.
+        only: per row, the index of the only output that gets a grad_output; -1: all outputs get one.
         """
         products, match = native.vjp_coordinates(self.vjp_graph(), self._natives, cotangents, layouts, only)
         self._count(len(only), match)
@@ -175,7 +175,7 @@ class ReverseMode(Evaluation):
         Returns
         -------
         tuple
-            The number of VJPs that were run, and the VJP that differs, shape (1, n); None if none differs.
+            The number of VJPs that were run; and the VJP that differs, shape (1, n), or None if none differs.
         """
         run, other, match = native.first_other_vjp(self.vjp_graph(), self._natives, cotangents, only, order, known)
         self._count(run, match)
@@ -188,19 +188,19 @@ class ReverseMode(Evaluation):
         self.vjps += vjps
 
     def vjp_of_older_graph(self, cotangents: Tensor, only: Block | None) -> Tensor:
-        """V J as in `vjp`, from the first graph if it is kept and func was called since; otherwise as `vjp_before`."""
+        """V J as in `vjp`, from the first graph if func was called since; otherwise as in `vjp_before`."""
         if self.evaluations_since_first_graph():
             return self.vjp_of_first_graph(cotangents, only=only)
         return self.vjp_before(cotangents, only)
 
     def evaluations_since_first_graph(self) -> int:
-        """Calls of func since the first graph was recorded. If it was not kept, a new graph is the first one now."""
+        """Number of calls of func since the first graph. If that was not kept, the current graph becomes the first."""
         if self._first is None:
             self._first, self._first_number = self._record(), self.evaluations
         return self.evaluations - self._first_number
 
     def vjp_of_first_graph(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
-        """V J as in `vjp`, from the first graph, unless it is not kept, or func changes its inputs."""
+        """V J as in `vjp`, from the first graph if it is kept and func does not change its inputs."""
         if self._first is None or self.mutates_inputs:
             return self.vjp(cotangents, layouts, only)
         recorded, self._recorded = self._recorded, self._first
@@ -221,32 +221,29 @@ class ReverseMode(Evaluation):
 
     @raises_memory_error
     def zero_gradients(self) -> list[Tensor | None]:
-        """Autograd's gradients for zero grad_outputs, one per input block, as autograd returns them.
-
-        A gradient is None if autograd returned none.
-        """
+        """Autograd's gradients for zero grad_outputs, one per input block; None where autograd returns none."""
         self.vjps += 1
         return self.vjp_graph().vjp_of_zeros()
 
     @raises_memory_error
     def undefined_gradients(self, only: Block | None = None) -> list[Tensor | None]:
-        """The same for undefined grad_outputs: of all outputs, or of one output with the others zero."""
+        """The same for undefined grad_outputs: of all outputs, or of one output while the others get zeros."""
         self.vjps += 1
         return self.vjp_graph().vjp_of_undefined(None if only is None else only.index)
 
     def columns_of_backward(self, groups: Iterable[Tensor]) -> Iterator[Tensor]:
-        """J u by differentiating the backward: v -> v^T J is linear, and u is its grad_output.
+        """J u by differentiating the backward v -> v^T J, which must be linear, with grad_output u.
 
         Parameters
         ----------
         groups
-            For each u, the coordinates at which it is 1; all others are 0: int64, shape (count,).
+            For each u, the coordinates at which u is 1: int64, shape (count,). All other coordinates are 0.
 
         Returns
         -------
         Iterator
-            J u, one per group: float64, shape (m,), in the same memory each time. This takes one VJP per group, and one
-            more.
+            J u, one per group: float64, shape (m,), in the same memory each time. This takes one VJP per group and one
+            more VJP.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The function that gradgradcheck checks: a backward, as a function of inputs and grad_outputs."""
+"""The function that gradgradcheck checks: a backward as a function of inputs and grad_outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _differentiable(results: tuple[Any, ...]) -> list[int]:
 def random_grad_outputs(outputs: tuple[Tensor, ...], seed: int, noncontiguous: bool) -> tuple[Tensor, ...]:
     """One leaf per output that requires grad, with its shape, dtype and device, uniform in [-1, 1).
 
-    noncontiguous: every second element of a buffer, if there is more than one element.
+    noncontiguous: whether a leaf with more than one element takes every second element of a buffer.
     """
     grads = []
     first = 0
@@ -59,7 +59,7 @@ def made_by(grad_outputs: Any, noncontiguous: bool) -> GradOutputs:
 def grad_outputs_for(
     func: Callable[..., Any], inputs: tuple[Any, ...], made: GradOutputs, seed: int
 ) -> tuple[Tensor, ...]:
-    """Makes one grad_output per output that requires grad. Calls func."""
+    """Calls func, and makes one grad_output per output that requires grad."""
     checked = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     if not checked or any(value.is_meta or value.is_nested for value in checked):
         differentiable_inputs(inputs, (), False)  # if inputs are invalid, this raises before func is called
@@ -73,12 +73,12 @@ def grad_outputs_for(
 class Backward:
     """Callable (*inputs, *grad_outputs) -> the gradients of func that exist.
 
-    The gradients are recorded if gradient recording is on when it is called. The forward pass is always recorded,
+    The gradients are recorded if gradient recording is enabled during the call. The forward pass is always recorded,
     because backward needs its graph. Arguments that required grad when this object was made are made to require grad
     again, because forward-mode AD passes detached arguments.
 
-    If only grad_outputs have changed since the last forward pass, and nothing is recorded, the forward pass is not run
-    again: its graph is used. The first time, it is tested that this gives the same gradients.
+    If only grad_outputs have changed since the last forward pass, and gradients are not recorded, the graph of the last
+    forward pass is used again. The first time, a new forward pass tests that this gives the same gradients.
 
     made: how the grad_outputs were made, for messages. count: number of the inputs, which come first. exist: which
     inputs had a gradient in the last call.

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """The name of a function, of a Function if func is its apply, or of an object's class; empty for a lambda."""
+    """The name of func, of the Function whose apply func is, or of the class of a callable object; empty: a lambda."""
     func = _unwrapped(func)
     if isinstance(func, partial):
         return function_name(func.func)
@@ -64,7 +64,7 @@ def source_of(func: Callable[..., Any]) -> str:
 
 
 def place_name(file: str, line: int) -> str:
-    """The text for a line: ``ops.py:12``, relative to the current directory if possible; ``In[3], line 12``."""
+    """A line as text: ``ops.py:12``, relative to the current directory if possible; in IPython, ``In[3], line 12``."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cell = shell.compile.format_code_name(file) if shell is not None else None
     if cell is not None:
@@ -79,7 +79,7 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def _unwrapped(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that decorators wrap, if they declare it."""
+    """The function that decorators wrap, if they set `__wrapped__`; otherwise func."""
     try:
         unwrapped: Callable[..., Any] = inspect.unwrap(func)
     except ValueError:  # functions that wrap each other in a cycle
@@ -88,6 +88,6 @@ def _unwrapped(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _function_class(func: Callable[..., Any]) -> type[Function] | None:
-    """The custom Function to which an apply belongs."""
+    """The custom Function to which func belongs if it is an apply; otherwise None."""
     owner = getattr(func, "__self__", None)
     return owner if isinstance(owner, type) and issubclass(owner, Function) else None

@@ -1,4 +1,4 @@
-"""The backward of a small problem, for the tests that repeat VJPs: the blocks, and VJPs that are counted."""
+"""The backward of a small problem, for the tests that repeat VJPs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SmallBackward:
     Attributes
     ----------
     vjps
-        Calls of backward so far.
+        Number of calls of backward so far.
     """
 
     def __init__(self, problem: native.SmallProblem, vjps: int) -> None:

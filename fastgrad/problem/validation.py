@@ -20,13 +20,13 @@ _SUPPORTED = frozenset(
         *(torch.complex128, torch.complex64, torch.complex32),
     )
 )
-"""Dtypes whose elements the native core perturbs and reads."""
+"""Dtypes whose elements the compiled module can perturb and read."""
 
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 DISABLED = "gradients are disabled here"
-"""How the text of `disabled_gradients` begins."""
+"""The beginning of the text of `disabled_gradients`."""
 
 
 def is_integer(value: Any) -> bool:
@@ -35,13 +35,13 @@ def is_integer(value: Any) -> bool:
 
 
 def check_seed(seed: Any, expected: str = "an integer of 64 bits") -> None:
-    """Raises a ValueError unless seed is an integer of 64 bits; expected: what the caller accepts, in words."""
+    """Raises a ValueError unless seed is a 64-bit integer; expected: what the caller accepts, in words."""
     if not (is_integer(seed) and -(2**63) <= seed < 2**63):
         raise ValueError(f"seed must be {expected}, got {seed!r}.")
 
 
 def number_of(name: str, value: Any, zero: bool = True) -> float:
-    """The value of a keyword as a float, if it is a number at least zero (or above zero)."""
+    """The value of a keyword as a float; raises unless it is at least zero or, if not `zero`, positive and finite."""
     if type(value) is float and (value >= 0 if zero else value > 0) and value < math.inf:
         return value
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta:
@@ -55,7 +55,7 @@ def number_of(name: str, value: Any, zero: bool = True) -> float:
 
 
 def truth_of(name: str, value: Any) -> bool:
-    """The truth value of a keyword."""
+    """The truth value of a keyword; raises a TypeError if it has none."""
     try:
         return bool(value)
     except (RuntimeError, TypeError, ValueError) as error:  # of a tensor or an array, for example
@@ -69,7 +69,7 @@ def check_kwargs(kwargs: object) -> None:
 
 
 def disabled_gradients() -> str | None:
-    """The reason why func does not record gradients here, as text; None if it does."""
+    """Why func does not record gradients here, as text; None if it does."""
     if torch.is_grad_enabled():
         return None
     inference = torch.is_inference_mode_enabled()
@@ -78,7 +78,7 @@ def disabled_gradients() -> str | None:
 
 
 def raise_without_graph(who: str) -> NoReturn:
-    """Raises a ValueError, because no output of func requires grad; who: what needs one."""
+    """Raises a ValueError, because no output of func requires grad; who: the function that needs such an output."""
     disabled = disabled_gradients()
     because = f": {disabled}" if disabled else ""
     raise ValueError(f"{who} needs a func with an output that requires grad, but this has none{because}.")
@@ -90,7 +90,7 @@ def is_differentiable(value: Any) -> bool:
 
 
 def differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn_of_precision: bool) -> list[int]:
-    """Positions of the inputs to check; raises or warns about those that cannot be checked well."""
+    """The positions of the inputs to check; raises if an input cannot be checked, warns if its precision is low."""
     for i, value in enumerate(inputs):
         held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         if any(isinstance(v, Tensor) and v.requires_grad for v in held):
@@ -121,7 +121,7 @@ def differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn_
 
 
 def _check_values(value: Tensor, name: str, subject: str) -> None:
-    """Raises unless the elements of an input can be perturbed one by one; name, subject: the input in messages."""
+    """Raises unless the elements of an input can be perturbed one by one; name, subject: its names in messages."""
     if value.is_nested:
         raise NotImplementedError(f"fastgrad does not support nested tensors; {name} is one.")
     if value.is_inference() and not torch.is_inference_mode_enabled():
@@ -195,7 +195,7 @@ def check_outputs(results: tuple[Any, ...]) -> None:
 
 
 def changed_message(expected: Block, found: Any, when: str) -> str:
-    """The error if func returned a different kind of output than in the first call."""
+    """The error message for an output of another kind than in the first call."""
     if isinstance(found, Tensor) and found.device != expected.tensor.device:
         what, got = "on the same device", f"devices {expected.tensor.device} and {found.device}"
     elif not isinstance(found, Tensor):
