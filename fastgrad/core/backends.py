@@ -17,8 +17,9 @@ from fastgrad.core.torch_private import unfrozen_backends
 def exact_libraries(deterministic: bool, doubles: bool) -> Iterator[list[str]]:
     """A context without TF32 and reduced-precision sums and, if requested, with deterministic convolutions.
 
-    The caller's settings, which are the process's, are restored afterwards. The differences of a function that rounds
-    to ten bits would be only noise, and the algorithms that cuDNN chooses may add in a different order every time.
+    The caller's settings, which apply to the whole process, are restored afterwards. The differences of a function that
+    rounds to ten bits would be only noise, and the algorithms that cuDNN chooses may add in a different order every
+    time.
 
     Parameters
     ----------
@@ -28,7 +29,7 @@ def exact_libraries(deterministic: bool, doubles: bool) -> Iterator[list[str]]:
     Yields
     ------
     list
-        Notes, if the caller's settings were different.
+        Notes for the report, if the caller's settings were changed.
     """
     notes = []
     restored: list[Callable[[], None]] = []
@@ -48,15 +49,18 @@ def exact_libraries(deterministic: bool, doubles: bool) -> Iterator[list[str]]:
 
 
 def _set_full_precision(restored: list[Callable[[], None]]) -> bool:
-    """Whether TF32 was on; restored: receives what restores the caller's settings, in reverse order."""
+    """Disables TF32 and reduced-precision sums, and returns whether TF32 was enabled.
+
+    restored: functions that restore the caller's settings are appended; they must be called in reverse order.
+    """
     convolutions, recurrent, on_cpu = cudnn.conv, cudnn.rnn, mkldnn.matmul  # type: ignore[attr-defined]
     places: tuple[Any, ...] = (cuda.matmul, convolutions, recurrent, on_cpu)
     newer = [place.fp32_precision for place in places]
     matmul = _or_none(torch.get_float32_matmul_precision)
     convolution = _or_none(lambda: cudnn.allow_tf32)
     if matmul not in (None, "highest") or convolution or "tf32" in newer[:3]:
-        # torch has an older and a newer setting, and raises if they contradict each other: the older one sets both, and
-        # the newer ones are restored last.
+        # torch has older and newer settings, and raises if they contradict each other. Setting an older one also sets
+        # the newer ones. Therefore, the newer settings are restored last.
         restored += [
             partial(setattr, place, "fp32_precision", value) for place, value in zip(places, newer, strict=True)
         ]

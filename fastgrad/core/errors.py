@@ -1,4 +1,4 @@
-"""Separates exceptions of func and backward from those of fastgrad; warnings that point at the caller's line."""
+"""Separates exceptions of func and backward from those of fastgrad; issues warnings that point at the caller's line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fastgrad.core.memory import OUT_OF_MEMORY, Result
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-"""The package: the frames of fastgrad's own code."""
+"""The directory of the package: frames whose files are in it are fastgrad's own code."""
 
 _CALLS_FUNC = tuple(
     PACKAGE + path.replace("/", os.sep)
@@ -21,7 +21,8 @@ _CALLS_FUNC = tuple(
         *("checks/one_block.py", "checks/small.py", "checks/small_forward.py", "checks/small_sums.py"),
     )
 )
-"""Files that call func and backward, or define some: if a builtin raises, this is the innermost frame."""
+"""Files that call func or backward, or define such functions. If func or backward is a builtin that raises, the
+innermost frame is in one of these files."""
 
 
 def _innermost_file(error: BaseException) -> str:
@@ -33,10 +34,10 @@ def _innermost_file(error: BaseException) -> str:
 
 
 def raise_unless_of_func(error: Exception) -> None:
-    """Raises an exception again if it is not an error of func or backward: lack of memory, or a bug of fastgrad.
+    """Raises an exception again unless it is an error of func or backward: if memory is lacking, or fastgrad has a bug.
 
-    An exception counts as an error of func or backward, unless its innermost frame is code of fastgrad that calls
-    neither.
+    Any other exception counts as an error of func or backward, unless its innermost frame is code of fastgrad that
+    calls neither.
     """
     if isinstance(error, OUT_OF_MEMORY):
         raise error
@@ -46,7 +47,7 @@ def raise_unless_of_func(error: Exception) -> None:
 
 
 def raise_if_transient(error: Exception, run: Callable[[], object]) -> None:
-    """Raises an exception again, unless it is an error of func and the same calls raise again: func refuses them."""
+    """Raises an exception again, unless it is an error of func or backward and the same calls raise repeatedly."""
     raise_unless_of_func(error)
     try:
         run()
@@ -57,7 +58,7 @@ def raise_if_transient(error: Exception, run: Callable[[], object]) -> None:
 
 
 def unless_refused(run: Callable[[], Result]) -> Result | None:
-    """The result of calls of func or backward; None if func refuses them, as in `raise_if_transient`."""
+    """The result of calls of func or backward; None if they raise repeatedly, as in `raise_if_transient`."""
     try:
         return run()
     except Exception as error:
@@ -66,7 +67,7 @@ def unless_refused(run: Callable[[], Result]) -> Result | None:
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """The exception of func or backward that Python replaced by a RuntimeError: StopIteration in a generator.
+    """The exception of func or backward, if Python replaced it by a RuntimeError: a StopIteration in a generator.
 
     This concerns only fastgrad's own generators. Any other exception is returned unchanged.
     """
@@ -76,7 +77,7 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns about the line that called into fastgrad, however many frames of fastgrad lie between."""
+    """Warns about the line that called into fastgrad, no matter how many frames of fastgrad lie between."""
     frame, level = sys._getframe(1), 2
     # The level is counted at run time, because gradcheck may have been called by gradgradcheck, or by another module of
     # fastgrad. Frames are recognized by their files: if torch's functions forward to fastgrad, code of fastgrad runs

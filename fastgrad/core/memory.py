@@ -54,20 +54,23 @@ def free_bytes(
 
 
 def _left_by_system(proc: Path) -> int | None:
-    """Free bytes by /proc/meminfo; without it, the free pages, or half of all pages."""
+    """Free bytes according to /proc/meminfo; None if nothing is reported.
+
+    Without /proc/meminfo, the free pages are used or, if these are unknown, half of all pages.
+    """
     kilobytes = _fields(proc / "meminfo").get("MemAvailable")
     if kilobytes is not None:
         return 1024 * kilobytes
     for name, share in (("SC_AVPHYS_PAGES", 1), ("SC_PHYS_PAGES", 2)):
         try:
             return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") // share
-        except (AttributeError, OSError, ValueError):  # it is not reported
+        except (AttributeError, OSError, ValueError):  # not reported
             continue
     return None
 
 
 def _left_by_groups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Free bytes of each control group of the process and its parents, version 1 and 2."""
+    """Yields the free bytes of each control group of the process and of its parents, version 1 and 2."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -107,7 +110,7 @@ def _first_number(path: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """A file of names and numbers, as `MemAvailable: 1024 kB` or `inactive_file 1024`; empty if there is none."""
+    """The numbers in a file by name, as in `MemAvailable: 1024 kB` or `inactive_file 1024`; empty without the file."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:
@@ -118,7 +121,7 @@ def _fields(path: Path) -> dict[str, int]:
 def raises_memory_error(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorates a function that allocates memory: a RuntimeError of the CPU allocator becomes a MemoryError.
 
-    A RuntimeError would look like an error of func or of backward, which may concern a gradient.
+    A RuntimeError would count as an error of func or backward.
     """
 
     @functools.wraps(func)

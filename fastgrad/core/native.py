@@ -22,7 +22,7 @@ HOW_TO_BUILD = "build it with `make develop` or `pip install --no-build-isolatio
 
 
 def _release(version: str) -> list[str]:
-    """Major and minor: releases of one minor number have the same binary interface."""
+    """The major and minor number of a version: releases that share both have the same binary interface."""
     return version.split(".")[:2]
 
 
@@ -34,7 +34,7 @@ def _is_native() -> bool:
     if choice == "0":
         return False
     if _build is not None and _build.TORCH is None and choice == "auto":
-        return False  # installed without it, on purpose
+        return False  # deliberately installed without the compiled module
     if _build is None or _build.TORCH is None or importlib.util.find_spec("fastgrad._C") is None:
         raise ImportError(
             f"fastgrad's compiled module is missing: {HOW_TO_BUILD}, or use plain Python with FASTGRAD_NATIVE=0."
@@ -74,7 +74,7 @@ else:
 
 
 class Layout(IntEnum):
-    """How a grad_output lies in memory; `csrc/vjp.h` says more."""
+    """How a grad_output lies in memory; `csrc/vjp.h` describes the layouts."""
 
     CONTIGUOUS = 0
     NON_CONTIGUOUS = 1

@@ -19,7 +19,7 @@ many seconds. In the quickest checks, timing would take two percent of the time.
 
 
 def clock(device: torch.device) -> float:
-    """The time in seconds after the device is synchronized; otherwise only the launches would be timed."""
+    """Synchronizes the device and returns the time in seconds; otherwise only the launches would be timed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()
@@ -35,14 +35,14 @@ def undisturbed(seconds: float, since: float, device: torch.device) -> float:
 
 
 class Stopwatch:
-    """Seconds per phase, without nested phases; starts in `__enter__`, for one thread.
+    """The seconds per phase, without nested phases, of one thread; measured from `__enter__` to `__exit__`.
 
     Attributes
     ----------
     seconds
-        Seconds by the name of the phase. It is the dict that was passed at creation, to which seconds are added.
+        Seconds by the name of the phase. This is the dict that was passed at creation; seconds are added to it.
     inside
-        Seconds of the phases that ended within the present one.
+        Seconds of the phases that ended within the current phase.
     """
 
     __slots__ = ("_before", "inside", "seconds")
@@ -61,7 +61,7 @@ class Stopwatch:
 
 
 class _Running(threading.local):
-    """The stopwatch of the running check of a thread, if any."""
+    """The stopwatch of a thread's running check, if any."""
 
     watch: Stopwatch | None = None
 
@@ -72,8 +72,8 @@ running = _Running()
 def phase(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Decorates a function: its time is measured as a phase of the running check.
 
-    While torch.profiler runs, it shows the phase as a range named `fastgrad: ...`. A phase costs about one microsecond,
-    and eight more with a range. An error of the CPU's allocator becomes a MemoryError.
+    While torch.profiler runs, the phase is a range named `fastgrad: ...`. A phase costs about one microsecond, and a
+    range costs eight more. An error of the CPU's allocator becomes a MemoryError.
     """
 
     def decorate(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -89,7 +89,7 @@ def phase(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parame
             watch = running.watch
             if watch is None:
                 return run(*arguments, **keywords)
-            # Written out instead of called, because small checks have a dozen phases of a few microseconds.
+            # This is inlined, because small checks have a dozen phases of a few microseconds.
             outside, watch.inside = watch.inside, 0.0
             start = perf_counter()
             try:

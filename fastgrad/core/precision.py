@@ -24,16 +24,16 @@ raised a little for float64, whose function values are rarely good to the last b
 
 
 ROUNDING = 64.0
-"""Allowed error of a dot product, in units of rounding."""
+"""Allowed error of computed values and sums, in units of their estimated rounding error."""
 
 
 def relative_step(dtype: torch.dtype) -> float:
-    """`RELATIVE_STEP` of a floating or complex dtype; that of float64 where the table has none."""
+    """`RELATIVE_STEP` of a floating or complex dtype; that of float64 for dtypes that are not in the table."""
     return RELATIVE_STEP.get(dtype.to_real(), RELATIVE_STEP[torch.float64])
 
 
 def excess(difference: float, allowed: float) -> float:
-    """The ratio of a difference to its tolerance; infinite if it is not finite."""
+    """The ratio of a difference to its tolerance; infinite if the ratio is not finite."""
     times = abs(difference) / allowed if allowed else math.inf
     return math.inf if math.isnan(times) else times
 

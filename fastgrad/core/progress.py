@@ -10,7 +10,7 @@ LONG = 20.0
 """Expected seconds of a check from which a bar is shown by default, on a terminal."""
 
 STEP = 64
-"""Evaluations or column groups between two updates."""
+"""Number of columns or column groups between two updates of the bar."""
 
 
 class Progress:
@@ -59,7 +59,7 @@ class Progress:
     def step(self, calls: int) -> None:
         """Advances the bar by a number of calls."""
         if self._bar is not None:
-            self._bar.update(min(calls, self._bar.total - self._bar.n))  # some are repeated
+            self._bar.update(min(calls, self._bar.total - self._bar.n))  # repeated calls may exceed the total
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastgrad.core.native import ops
 
-# Streams number the directions of one check; each use has its own, so that none repeats another.
+# Numbers of streams: each use of random numbers in a check has its own stream, so that no two use the same numbers.
 GRAPH_STREAM = 0
 COTANGENT_STREAM = 1
 GRAD_OUTPUT_STREAM = 2
@@ -16,7 +16,7 @@ BATCH_STREAM = 4
 PROBE_DIRECTION = 7
 PROBE_COTANGENT = 8
 NEW_GRAD_OUTPUT_STREAM = 13
-# A check may use any number of these: they add multiples of 16.
+# A check may use any number of streams of the following kinds: multiples of 16 are added.
 SKETCH_DIRECTIONS = 5
 SKETCH_COTANGENTS = 6
 DUALITY_STREAM = 9
@@ -31,10 +31,10 @@ CPU = torch.device("cpu")
 def direction(
     size: int, seed: int, stream: int, first: int = 0, halved: bool = False, device: torch.device = CPU
 ) -> Tensor:
-    """Components first, first + 1, ... of direction (seed, stream).
+    """Components first, first + 1, ... of direction (seed, stream): float64, shape (size,), made on the device.
 
-    Returns a float64 tensor of shape (size,), made on the device: magnitudes uniform in [0.5, 1.5), signs random
-    (Philox4x32-10). With halved, a random half is zero. The same bits on every device.
+    Magnitudes are uniform in [0.5, 1.5), and signs are random (Philox4x32-10). With halved, a random half is zero, but
+    never component 0. The bits are the same on every device.
     """
     out = torch.empty(size, dtype=torch.float64, device=device)
     ops.direction_(out, seed, stream, first, halved)
@@ -42,12 +42,12 @@ def direction(
 
 
 def uniform(size: int, seed: int, stream: int, first: int = 0, device: torch.device = CPU) -> Tensor:
-    """Float64 tensor of shape (size,), uniform in [-1, 1)."""
+    """Random numbers, uniform in [-1, 1): float64, shape (size,)."""
     return direction(size, seed, stream, first, device=device).abs_().sub_(1.0).mul_(2.0)
 
 
 def uniform_like(tensor: Tensor, seed: int, stream: int, first: int = 0) -> Tensor:
-    """A contiguous tensor of the shape, dtype and device of `tensor`, components uniform in [-1, 1).
+    """A contiguous tensor with the shape, dtype and device of `tensor`, and components uniform in [-1, 1).
 
     first is the number of its first component in the stream; a complex element has two.
     """

@@ -28,19 +28,22 @@ _ALIVE_EVERY = 1.0
 """Seconds between heartbeats of rank 0."""
 
 _PATIENCE = 2.0
-"""Limit of the wait for a rank, in units of `seconds`: a collective may wait for several ranks in turn."""
+"""Limit of the wait for a rank, as a multiple of the time limit of a call of func: a collective may wait for several
+ranks in turn."""
 
 MOST_BYTES = 4 << 20
-"""Bytes of one entry of the store, whose limit is 8 MiB; a longer message uses several entries."""
+"""Largest number of bytes of a message in one entry of the store, whose limit is 8 MiB; longer messages use several
+entries."""
 
 _COUNT_BYTES = 4
-"""Bytes of the number of further entries, at the beginning of a message."""
+"""Size in bytes of the number of further entries, with which a message begins."""
 
 _WORTH_DELETING = 1 << 12
-"""Messages of at least this many bytes are deleted from the store; deleting takes as long as fetching."""
+"""Messages of more than this many bytes are deleted from the store. For shorter ones, deleting is not worth it, because
+it takes as long as fetching."""
 
 _checks: Counter[str] = Counter()
-"""Number of checks per group in this process, equal on all ranks; it separates the messages of the checks."""
+"""Number of checks per group in this process. It is equal on all ranks, and part of the keys of a check's messages."""
 
 
 _free_connections: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
@@ -52,7 +55,7 @@ class RankError(RuntimeError):
 
 
 def without_the_store_a_rank_error(method: Callable[P, T]) -> Callable[P, T]:
-    """Turns a network error of the store into a `RankError`: rank 0, which may hold the store, may have exited."""
+    """Decorates a method: a network error of the store becomes a `RankError`, because rank 0 may have exited."""
 
     @wraps(method)
     def using(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -70,7 +73,7 @@ class _NothingCameError(Exception):
 
 @dataclass(frozen=True)
 class Trouble:
-    """The error of a rank: its exception, and the collective in which it timed out, if any."""
+    """The error of a rank: its exception as text, and the collective in which it timed out, if any."""
 
     rank: int
     text: str
@@ -101,7 +104,7 @@ class Ranks:
         self._group = group
         self._free = _free_connections.setdefault(group, [])
         self._connections: list[Any] = []
-        # Two connections, because a thread that waits on one blocks it for others.
+        # Two connections, because a thread that waits on a connection blocks it for other threads.
         self._store, self._alive = self.connection(), self.connection()
         self._is_stale = self._was_stale = False
         self._sent: Counter[int] = Counter()
@@ -135,13 +138,13 @@ class Ranks:
                 return
 
     def gather(self, value: Any) -> list[Any]:
-        """Gathers one value per rank on all ranks, at the beginning of a check."""
+        """Gathers one value per rank on all ranks at the beginning of a check, and returns them by rank."""
         for rank in range(self.count):
             self._push(rank, value)
         return [self._next(rank, f"did not call {self._entry}") for rank in range(self.count)]
 
     def order(self, values: Sequence[Any]) -> None:
-        """Rank 0 sends a request to each other rank."""
+        """Sends a request from rank 0 to each other rank; values: one request per rank."""
         for rank in range(1, self.count):
             self._push(rank, values[rank])
 
@@ -165,7 +168,7 @@ class Ranks:
         self._push(0, value)
 
     def end(self, value: Any) -> None:
-        """Rank 0 sends the result of the check, and waits for all ranks: the store may exit with rank 0."""
+        """Sends the result of the check from rank 0, and waits for all ranks: the store may exit with rank 0."""
         self.order([value] * self.count)
         with suppress(RankError):
             self.answers()
@@ -179,7 +182,7 @@ class Ranks:
         return store
 
     def end_connections(self) -> None:
-        """Keeps the connections for the next check, if there was no error: making one may take seconds."""
+        """Keeps the connections for the next check, unless a wait timed out, because making one may take seconds."""
         if not self._was_stale:
             self._free += self._connections
 
@@ -200,14 +203,14 @@ class Ranks:
         self._sent[rank] += 1
 
     def _write(self, key: str, data: bytes) -> None:
-        """Puts a message into the store. Its first entry says how many follow, and is written last."""
+        """Puts a message into the store. Its first entry holds the number of further entries, and is written last."""
         others = range(MOST_BYTES, len(data), MOST_BYTES)
         for i, begin in enumerate(others):
             self._store.set(f"{key}, {i}", data[begin : begin + MOST_BYTES])
         self._store.set(key, len(others).to_bytes(_COUNT_BYTES, "big") + data[:MOST_BYTES])
 
     def _read(self, key: str, first: bytes) -> bytes:
-        """The message that a first entry begins."""
+        """The whole message, given its first entry."""
         return b"".join([first[_COUNT_BYTES:], *map(self._store.get, _further(key, first))])
 
     def _delete_rest(self, key: str, first: bytes) -> None:
@@ -217,7 +220,7 @@ class Ranks:
 
     @without_the_store_a_rank_error
     def _pop(self, rank: int) -> Any:
-        if self._is_stale:  # a late answer could be mistaken for another one
+        if self._is_stale:  # the old connection could return a late answer to an earlier request
             self._store, self._is_stale = self.connection(), False
         key = self._key_from(rank)
         try:
@@ -252,5 +255,5 @@ class Ranks:
 
 
 def _further(key: str, first: bytes) -> list[str]:
-    """The keys of the entries that follow the first one of a message."""
+    """The keys of the further entries of a message."""
     return [f"{key}, {i}" for i in range(int.from_bytes(first[:_COUNT_BYTES], "big"))]

@@ -15,11 +15,11 @@ from fastgrad.core.native import ops
 Number = TypeVar("Number", int, Tensor)
 
 PIECE = 1 << 15
-"""Coordinates per slice, so that temporaries stay in the cache."""
+"""Number of coordinates per slice, small enough that temporaries stay in the cache."""
 
 
 def pieces(count: int, device: torch.device) -> Iterator[slice]:
-    """Consecutive slices that cover [0, count): of at most PIECE on the CPU, and a single one on other devices."""
+    """Yields consecutive slices that cover [0, count): at most PIECE long on the CPU, a single one on other devices."""
     size = PIECE if device.type == "cpu" else max(1, count)
     for begin in range(0, count, size):
         yield slice(begin, min(begin + size, count))
@@ -46,7 +46,7 @@ def element_index(number: Number, shape: Sequence[int]) -> tuple[Number, ...]:
 
 
 def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool) -> bool:
-    """Whether any entry of two blocks differs by more than an absolute tolerance; two NaNs do not."""
+    """Whether any entry of two blocks differs by more than an absolute tolerance; two NaNs do not differ."""
     if left.numel() > 2 * PIECE and torch.equal(left, right):
         return False
     if left.numel() > 2 * PIECE and not complex_entries and left.is_contiguous() and right.is_contiguous():
@@ -65,7 +65,7 @@ def near(left: Tensor, right: Tensor, allowed: Tensor | float) -> Tensor:
 
 
 def largest_change(left: Tensor, right: Tensor) -> float:
-    """The largest difference of real elements; infinite next to one that is not finite, unless both are the same."""
+    """The largest difference of real elements; infinite if one is not finite, unless both are equal or both NaN."""
     if torch.equal(left, right):
         return 0.0
     change = (left - right).abs_()
@@ -79,8 +79,8 @@ def checksum(values: Tensor) -> int:
 
 
 def largest(values: Tensor) -> float:
-    """The largest magnitude; zero if there are no elements, NaN if one of them is NaN."""
+    """The largest magnitude; zero if there are no elements, NaN if an element is NaN."""
     if values.numel() <= PIECE:
         return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
-    # For many elements, four times as fast as a norm, and without a copy.
+    # For many elements, this is four times as fast as a norm, and makes no copy.
     return float(torch.stack(values.aminmax()).abs().amax())

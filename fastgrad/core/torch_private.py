@@ -33,8 +33,8 @@ MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that intercepts the operators called below autograd on its thread.
 
-    The first call of torch's own class imports the compiler, to hide `__torch_dispatch__` from it. This takes two
-    seconds. This class does not import it: subclasses decorate their `__torch_dispatch__` with `hidden_from_dynamo`.
+    When torch's own class is first used, it imports the compiler, to hide `__torch_dispatch__` from it. This takes two
+    seconds. This class does not: its subclasses decorate their `__torch_dispatch__` with `hidden_from_dynamo`.
     """
 
     @classmethod
@@ -60,15 +60,15 @@ def is_dispatched_to_python(tensor: Tensor) -> bool:
 def renew_weight_lists(module: torch.nn.Module) -> None:
     """Renews the lists of weights that a recurrent module keeps in addition to its parameters.
 
-    The module compares its parameters with weak references from the last call. So it does not notice if a tensor is put
-    in a parameter's place a second time.
+    The module compares its parameters with weak references from the last call. Therefore, it does not notice if a
+    parameter is replaced a second time.
     """
     if isinstance(module, torch.nn.RNNBase):
         module._init_flat_weights()
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; zero for inference tensors, which do not count it."""
+    """The number of writes to a tensor so far; zero for inference tensors, which do not count writes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -88,7 +88,7 @@ def unconjugated(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def quiet_vmap() -> Iterator[None]:
-    """A context without vmap's warnings about operators that it runs in a loop, which only makes them slow."""
+    """A context without vmap's warnings about operators that it runs in a loop, which are only slower."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield
@@ -101,7 +101,7 @@ def batched(func: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def load_decompositions() -> None:
-    """Does the imports of the first `make_dual` of a process without torch's deprecation warnings."""
+    """Imports what the first `make_dual` of a process would import, without torch's deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         if os.environ.get("PYTORCH_JIT", "1") == "1":  # as make_dual does
@@ -115,7 +115,7 @@ def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
 
 
 def tangent_of(dual: Tensor) -> Tensor | None:
-    """The tangent of a dual tensor, None if there is none."""
+    """The tangent of a dual tensor; None if there is none."""
     return cast("Tensor | None", forward_ad.unpack_dual(dual).tangent)  # type: ignore[no-untyped-call]
 
 
@@ -146,7 +146,7 @@ def forget_capture(device: int, pool: tuple[int, int]) -> None:
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:
-        return  # the capture has ended or never begun; the pool may be released already, and must not be twice
+        return  # the capture has ended or never begun; the pool may be released, and must not be released twice
     torch._C._cuda_releasePool(device, pool)
 
 
@@ -158,7 +158,8 @@ def unfrozen_backends() -> contextlib.AbstractContextManager[None]:
 def children_of(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]] | None:
     """The children of a container of torch's pytree with their paths, and a function that rebuilds the container.
 
-    Lists, tuples, named tuples, dicts, and what the user has registered. None for anything else.
+    Containers are lists, tuples, named tuples, dicts, and types that the user has registered. For all other values, the
+    result is None.
     """
     if _pytree.tree_is_leaf(value):
         return None
@@ -177,7 +178,7 @@ def children_of(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]]
 
 
 def _step(key: Any) -> str:
-    """One step of a path as Python spells it: [0], ["weight"], .field."""
+    """One step of a path in Python syntax: [0], ["weight"], .field."""
     text = str(key)
     plain = isinstance(key, _pytree.MappingKey) and isinstance(key.key, str) and text == f"['{key.key}']"
     return f'["{key.key}"]' if plain else text
@@ -185,12 +186,12 @@ def _step(key: Any) -> str:
 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of torch's opaque operators, by operator."""
+    """The table of torch's decompositions of operators into simpler ones, by operator."""
     return dict(importlib.import_module("torch._decomp").decomposition_table)
 
 
 def preserved_version(tensor: Tensor) -> Any:
-    """A context in which autograd does not see writes to a tensor."""
+    """A context in which writes to a tensor do not change its version counter."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
@@ -221,7 +222,7 @@ def timeout_of(group: Any) -> timedelta:
 
 @contextlib.contextmanager
 def functions_through(entry: Callable[..., Any]) -> Iterator[None]:
-    """Replaces every `Function.apply` by entry(cls, call, args), also if apply was looked up before."""
+    """A context in which `Function.apply` calls entry(cls, call, args), even if apply was looked up before."""
     owner: Any = torch.autograd.function._SingleLevelFunction
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +248,7 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
 
 
 def hook_tables(owner: Any) -> dict[str, Any]:
-    """All tables of hooks of a tensor or a module, by attribute; None if there is none yet."""
+    """All tables of hooks of a tensor or a module, by attribute; the value is None if there is no table yet."""
     if isinstance(owner, Tensor):
         return {name: getattr(owner, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
     return {name: table for name, table in vars(owner).items() if "_hooks" in name and isinstance(table, dict)}
@@ -261,7 +262,7 @@ def no_modes() -> Iterator[None]:
 
 
 def compiled(func: Callable[..., Any], backend: str, dynamic: bool) -> Callable[..., Any]:
-    """Compiles func by torch.compile with a sufficient recompilation limit; raises instead of running uncompiled."""
+    """Compiles func by torch.compile, with a sufficient recompilation limit; beyond it, calls raise."""
     config = importlib.import_module("torch._dynamo.config")
     graph = torch.compile(func, backend=backend, dynamic=dynamic)
 
@@ -273,7 +274,7 @@ def compiled(func: Callable[..., Any], backend: str, dynamic: bool) -> Callable[
 
 
 def fake_mode() -> Any:
-    """A mode in which operators compute shapes, strides and dtypes alone; `from_tensor` makes its tensors."""
+    """A mode in which operators compute only shapes, strides and dtypes; its `from_tensor` makes tensors for it."""
     return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -291,7 +292,7 @@ def below_autograd() -> Iterator[None]:
 
 
 def undefined_gradient(output: Tensor) -> Tensor:
-    """An output of a node whose backward passes an undefined gradient on."""
+    """An alias of an output, made by a node whose backward passes on an undefined gradient."""
     return cast(Tensor, torch._C._functions.UndefinedGrad()(output))
 
 
@@ -303,7 +304,7 @@ def gradients_of(
 
 
 def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Node]:
-    """The nodes of the graph that some tensors come from, each once."""
+    """Yields each node of the graph of some tensors once."""
     seen: set[Node] = set()
     stack = [tensor.grad_fn for tensor in tensors]
     while stack:
@@ -321,13 +322,13 @@ def is_custom_node(node: Any) -> bool:
 
 
 def modes_are_active() -> bool:
-    """Whether Python sees the operators below autograd."""
+    """Whether a dispatch mode is active, so that Python intercepts the operators below autograd."""
     return bool(torch._C._len_torch_dispatch_stack())
 
 
 @contextlib.contextmanager
 def dual_level() -> Iterator[None]:
-    """A context with a level of forward-mode AD, which func may also leave itself."""
+    """A context with a level of forward-mode AD; func may exit this level early."""
     outer = forward_ad._current_level
     level = torch._C._enter_dual_level()
     forward_ad._current_level = level

@@ -1,1 +1,1 @@
-"""Implements the compiled module in plain Python: the same functions, but slower."""
+"""The functions of the compiled module in plain Python, which is slower."""

@@ -33,7 +33,7 @@ def _storage_bytes(tensor: Tensor) -> int | None:
 
 
 def check_storage(op: str, name: str, tensor: Tensor) -> None:
-    """Refuses a tensor whose storage was freed or shrunk underneath it."""
+    """Raises if the storage of a tensor was freed or shrunk."""
     held = _storage_bytes(tensor)
     if held is not None and bytes_needed(tensor) > held:
         raise RuntimeError(
@@ -125,7 +125,7 @@ class Groups(NamedTuple):
         return self._replace(starts=self.starts[own], entry_starts=self.entry_starts[own])
 
     def of(self, g: int) -> tuple[slice, Tensor]:
-        """The positions of a group's coordinates, and its entries."""
+        """The slice of a group's coordinates, and the numbers of its entries."""
         (begin, end), (first, last) = self.starts[g : g + 2].tolist(), self.entry_starts[g : g + 2].tolist()
         return slice(begin, end), self.entries[first:last]
 
@@ -214,7 +214,7 @@ class Evaluator:
         return result
 
     def _perturbed(self, record_graph: bool) -> Any:
-        """Func at its perturbed inputs."""
+        """Calls func at its perturbed inputs, and returns its result."""
         arguments = list(self._arguments)
         for block in self._blocks:
             if block.stand_in is not None:
@@ -457,7 +457,7 @@ class Evaluator:
     def _dual_arguments(
         self, direction: Tensor, undefined: int, tangents: dict[int, Tensor], given: list[tuple[int, Tensor, Tensor]]
     ) -> tuple[Any, ...]:
-        """Arguments with tangents; tangents: those of the last call, by input, which are reused.
+        """Arguments with tangents; tangents: the tensors of the last call, by input, which are reused.
 
         Adds to `given` the number of the input, the tangent that func gets, and a copy of it.
         """

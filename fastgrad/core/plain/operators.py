@@ -1,4 +1,4 @@
-"""The operators of csrc/ops, by torch's own operators; each header there documents the contract."""
+"""The operators of csrc/ops, in terms of torch's own operators; the headers in csrc/ops document the contracts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def unseen(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Runs func without graph recording, version counting and `__torch_function__`."""
+    """Decorates a function: it runs without graph recording, version counting and `__torch_function__`."""
 
     @functools.wraps(func)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -48,12 +48,12 @@ def with_coordinates(coordinates: Tensor, like: Tensor) -> Tensor:
 
 
 def moved(x: Tensor, step: Tensor | float) -> Tensor:
-    """X + step, added in float64 and rounded to the dtype of x."""
+    """The sum of x and step, computed in float64 and rounded to the dtype of x."""
     return (x.to(torch.float64) + step).to(x.dtype)
 
 
 def realized_width(x: Tensor, step: Tensor | float) -> Tensor:
-    """(x + step) - (x - step) after rounding; 2 step if x is infinite."""
+    """(x + step) - (x - step) after rounding, in float64; 2 step if this is not finite."""
     width = moved(x, step).to(torch.float64) - moved(x, -step).to(torch.float64)
     return torch.where(width.isfinite(), width, 2 * step)
 
@@ -136,7 +136,7 @@ def central_difference_(
 
 
 def _philox(seed: int, stream: int, groups: np.ndarray) -> np.ndarray:
-    """Philox4x32-10: four words for each group, as csrc/kernels/philox.h."""
+    """Philox4x32-10, as in csrc/kernels/philox.h: four words for each group, shape (groups, 4)."""
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     zero = np.zeros_like(groups)
     c0, c1 = groups & low, groups >> shift

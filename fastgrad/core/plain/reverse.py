@@ -158,7 +158,7 @@ class UnrecordedBackward:
         given, grad_outputs = arguments[: self._count], arguments[self._count :]
         checked = [given[i] for i in self._inputs]
         for value in (*checked, *(grad_outputs[i] for i in self._grad_outputs)):
-            if not value.requires_grad:  # function modes see the call and its result, the argument itself
+            if not value.requires_grad:  # function modes see the next call and its result, which is the argument
                 value.requires_grad_()
         with torch.set_grad_enabled(self._record):
             is_kept = self._reuses is not False and self._is_kept_at(checked)
@@ -239,8 +239,8 @@ def _flatten_gradients(
 def _grad_output(output: Tensor, coordinates: Tensor, layout: int, last: Tensor | None) -> Tensor:
     """Coordinates as a grad_output of an output, in a layout of native.Layout.
 
-    last: the last contiguous one, which is reused, as in torch's checker: a backward may keep gradients by its identity
-    or address.
+    last: the last contiguous grad_output. It is reused, as in torch's checker, because a backward may cache gradients
+    by the identity or address of grad_output.
     """
     if layout == 3 and coordinates.numel():
         value = torch.empty((), dtype=output.dtype, device=output.device)
@@ -261,7 +261,7 @@ def _grad_output(output: Tensor, coordinates: Tensor, layout: int, last: Tensor 
 
 
 def _vjp_of_row(graph: Graph, row: Tensor, layout: int, only: int, last: dict[int, Tensor]) -> Gradients:
-    """The VJP of a row of cotangents; last: the last contiguous grad_output of each output, by its number."""
+    """The VJP of a row of cotangents; last: the last contiguous grad_output of each output, by the output's number."""
     chosen, grad_outputs, offset = [], [], 0
     for o, output in enumerate(graph.outputs):
         own = row[offset : (offset := offset + coordinate_count(output))]
@@ -306,7 +306,7 @@ def first_other_vjp(
 
 
 def _is_repeated(gradient: Tensor, again: Tensor, rerun: Callable[[float], None], scale: float) -> bool:
-    """Whether a multiple of grad_output gave the same gradient; if it overflowed, a smaller multiple is used."""
+    """Whether a multiple of grad_output gave the same gradient; if that overflowed, a smaller multiple is tested."""
     if torch.equal(gradient, again):
         return True
     if again.isfinite().all() or not gradient.isfinite().all():
@@ -398,7 +398,7 @@ def _largest_difference(left: Tensor, right: Tensor) -> float:
 
 
 def runs_no_custom_code(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """As the compiled function, but hooks inside the graph and saved tensors are not visible from Python."""
+    """As the compiled function, except that Python does not see hooks of inner nodes and of saved tensors."""
     tensors = (*outputs, *inputs)
     if modes_are_active() or any(is_dispatched_to_python(x) or x._backward_hooks for x in tensors):
         return False
@@ -411,7 +411,7 @@ def count_nodes(outputs: Sequence[Tensor], most: int) -> tuple[int, int]:
 
 
 def backward_streams(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[int]:
-    """A node's stream is not visible from Python: returns -1 (unknown) if a device takes part."""
+    """The value -1 (unknown) if a tensor is not on the CPU: Python cannot see the streams of nodes."""
     return [-1] if any(tensor.device.type != "cpu" for tensor in (*outputs, *inputs)) else []
 
 
@@ -426,7 +426,7 @@ def _take_zeros(whole: WholeBackward, graph: Graph, inputs: Sequence[InputBlock]
         for k, (gradient, block) in enumerate(zip(found, inputs, strict=True)):
             if gradient is not None and not is_plain_zero(gradient, block.argument):
                 whole.are_zero = False
-                found[k] = gradient.clone()  # judged later, when backward may have written over it
+                found[k] = gradient.clone()  # compared later, when backward may have overwritten the original
         whole.zeros.append(found)
 
 
