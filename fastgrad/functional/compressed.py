@@ -1,7 +1,7 @@
-"""Matrices of linear maps by few products: guess or probe the pattern, color, decompress, certify.
+"""Matrices of linear maps from few products: guess or probe the pattern, color, decompress, certify.
 
-Every pattern is tested: products of the map with random seeds must equal the sums of the entries. If they do not, or if
-too few rows can share a product, there is no result, and the caller computes row by row.
+Every pattern is tested: products of the map with random seeds must equal weighted sums of the entries. If they differ,
+or if too few rows can share a product, there is no result, and the caller computes row by row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastgrad.structure.detection import Budget, Detection
 from fastgrad.structure.sparsity import Mask, Pattern
 
 WORTH_A_GUESS = 32
-"""Least number of rows for which the four products that test a guess, and their overhead, pay off."""
+"""Least number of rows for which the four products that test a guess, including their overhead, pay off."""
 
 GROUPS_WORTH_THE_TRANSPOSE = 8
 """Least number of row groups for which a graph of the backward, which gives products of columns, may pay off."""
@@ -45,7 +45,7 @@ SAVES = 2
 """The least ratio of rows to products for which compression is worth it."""
 
 CERTIFICATES = 2
-"""Number of random seeds; the second has a random half of zeros."""
+"""Number of random seeds that certify a matrix; a random half of the second seed is zero."""
 
 SCALES = (3.0, 5.0, 7.0)
 """Factors of a seed that show the rounding of products; powers of two would not show it."""
@@ -53,7 +53,7 @@ SCALES = (3.0, 5.0, 7.0)
 
 @dataclass(frozen=True)
 class Entries:
-    """A sparse matrix of shape (m, n), row by row, columns ascending: entries that are not listed are zero.
+    """A sparse matrix of shape (m, n), sorted by row, then by column: entries that are not listed are zero.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class _Scheme:
     Attributes
     ----------
     group_of, positions
-        The group of each entry, and the element of the group's product: shape (nnz,).
+        The group of each entry, and the position of the entry in the group's product: shape (nnz,).
     """
 
     map: LinearMap
@@ -122,9 +122,9 @@ def entries_by_structure(
     rows
         The map; its products certify the result.
     columns
-        Makes the transpose of the map, if there is one; called if columns may be better.
+        Makes the transpose of the map, or returns None; called if columns may need fewer products.
     symmetric
-        Whether the matrix should be symmetric: a certificate tests it.
+        Whether the matrix should be symmetric; the certificate detects if it is not.
     """
     if rows.m < WORTH_A_GUESS or not rows.n:
         return None
@@ -136,7 +136,7 @@ def entries_by_structure(
                 found = Entries(i, j, scheme.values(), rows.m, rows.n)
                 if _is_certified(rows, found):
                     return found
-    except Exception as error:  # products for one row at a time may not raise
+    except Exception as error:  # without groups, func or backward may not raise
         raise_unless_of_func(error)
         return None
     return None
@@ -170,7 +170,7 @@ class _Maps:
 
 
 def _star_scheme(rows: LinearMap, pattern: Pattern, groups: int) -> _Scheme | None:
-    """Each entry, or its mirror image, from the product of one color; None if this saves nothing over `groups`."""
+    """Reads each entry, or its mirror image, from one color's product; None if this takes `groups` products or more."""
     colors = coloring.star_color(pattern.starts, pattern.columns, groups - 1)
     if colors is None:
         return None
@@ -193,7 +193,7 @@ class _LinearMapPatterns(Detection):
         super().__init__(rows.targets, rows.sources, Budget(probes, probes, entries, entries, looks=0))
 
     def candidates(self) -> Iterator[Pattern]:
-        """Guesses, then what probing shows."""
+        """Yields guesses, then the pattern that probing finds."""
         yield from self.guesses()
         symmetric = self._maps.symmetric
         if self._budget.probes:
@@ -218,7 +218,7 @@ class _LinearMapPatterns(Detection):
         return found.transposed() if found is not None and found.most_in_row <= rows.m // PROBING_SHARE else None
 
     def _explains(self, pattern: Pattern) -> bool:
-        """Whether a product with a random half of the rows reaches no other columns than the pattern says."""
+        """Whether the pattern explains which columns react to a random half of the rows."""
         seed = direction(pattern.m, 0, PROBE_COTANGENT, halved=True)
         reacted = (self._maps.rows.product(seed) != 0).cpu().numpy()
         return sparsity.explains_look(pattern.transposed(), seed.numpy() != 0, reacted)
@@ -232,13 +232,13 @@ class _LinearMapPatterns(Detection):
 
 
 def _is_certified(rows: LinearMap, found: Entries) -> bool:
-    """Whether products with random seeds equal the sums of the entries, up to rounding."""
+    """Whether products with random seeds equal the weighted sums of the entries, up to rounding."""
     i, j = found.rows, found.columns
     precise = found.values.to(torch.promote_types(found.values.dtype, torch.float64))
     seeds = [
         direction(rows.m, 0, COTANGENT_STREAM + 16 * halved, halved=bool(halved)) for halved in range(CERTIFICATES)
     ]
-    if rows.is_custom:  # it may be wrong for one-hot seeds, or for all others
+    if rows.is_custom:  # custom code may be wrong only for one-hot seeds, or for all other seeds
         seeds += [torch.eye(1, rows.m, dtype=torch.float64, device="cpu")[0].roll(shift) for shift in (0, -1)]
     for seed in map(rows.rounded, seeds):
         terms = precise * seed.to(rows.device)[i]
@@ -250,7 +250,7 @@ def _is_certified(rows: LinearMap, found: Entries) -> bool:
         wrong = ~(error <= ulp * size)
         if bool(wrong.any()):
             # If terms cancel inside the map, the rounding error is more than one ulp of the remaining terms. This is
-            # accepted if rounding was measured to be as large, and if it is at most rounding of the whole product.
+            # accepted if the measured rounding is as large, and is at most the rounding of the largest sum.
             noise = _rounding_noise(rows, seed, product)
             excused = (error <= ROUNDING * noise) & (noise <= ulp * size.max())
             if not bool((~wrong | excused).all()):
@@ -259,7 +259,7 @@ def _is_certified(rows: LinearMap, found: Entries) -> bool:
 
 
 def _rounding_noise(rows: LinearMap, seed: Tensor, product: Tensor) -> Tensor:
-    """Deviation of products with multiples of a seed from multiples of its product: shape (n,)."""
+    """The largest deviation of products with multiples of a seed, divided by the factor, from its product: (n,)."""
     noise = torch.zeros(rows.n, dtype=torch.float64, device=rows.device)
     for factor in SCALES:
         multiple = rows.product(rows.rounded(factor * seed))

@@ -19,11 +19,11 @@ Parts = list[list[Tensor]]
 OUTPUTS = "outputs of the user-provided function"
 
 SPARSE_SHARE = 0.25
-"""sparse="auto" gives sparse tensors where at most this share of the entries can differ from zero."""
+"""sparse="auto" gives sparse tensors if at most this share of the entries can differ from zero."""
 
 
 def as_tensors(value: Any, what: str, name: str) -> tuple[bool, Tensors]:
-    """Whether a value is a tuple, and the tuple of Tensors that it is or makes."""
+    """Whether a value is a tuple, and its Tensors as a tuple; raises if it holds anything else."""
     is_tuple = isinstance(value, tuple)
     for i, each in enumerate(value if is_tuple else (value,)):
         if not isinstance(each, Tensor):
@@ -38,7 +38,7 @@ def as_tensors(value: Any, what: str, name: str) -> tuple[bool, Tensors]:
 
 
 def vector(v: Any, like: Tensors, is_tuple: bool, name: str) -> Tensors:
-    """The vector as a tuple of tensors of the sizes of `like`; 1 if it may be left out."""
+    """The vector as a tuple of tensors of the sizes of `like`; None stands for 1 if `like` has a single element."""
     if v is None:
         if len(like) != 1 or like[0].numel() != 1:
             of = "user-provided function returns" if name == "vjp" else "input to the user-provided function is"
@@ -57,7 +57,7 @@ def vector(v: Any, like: Tensors, is_tuple: bool, name: str) -> Tensors:
 
 
 def scalar(result: Any, name: str, strict: bool = False) -> Tensor:
-    """The single Tensor with a single element that func must return."""
+    """The result of func; raises unless it is a single Tensor with a single element."""
     is_tuple, outputs = as_tensors(result, OUTPUTS, name)
     check_tracked(outputs, strict)
     if is_tuple:
@@ -81,7 +81,7 @@ def check_tracked(outputs: Tensors, strict: bool) -> None:
 
 
 def form(tensors: Sequence[Tensor], is_tuple: bool) -> Any:
-    """Detached tensors: a tuple, or the only one."""
+    """The tensors, detached, as a tuple; if not is_tuple, only the first."""
     found = tuple(tensor.detach() for tensor in tensors)
     return found if is_tuple else found[0]
 
@@ -93,12 +93,12 @@ def nested(parts: Parts, outputs_are_tuple: bool, inputs_are_tuple: bool) -> Any
 
 
 def zeros(output: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A part of a Jacobian, of zeros."""
+    """A part of a Jacobian that is zero: shape (*output.shape, *value.shape)."""
     return torch.zeros((*output.shape, *value.shape), dtype=dtype, device=value.device)
 
 
 def sparse_part(rows: Tensor, columns: Tensor, values: Tensor, output: torch.Size, value: torch.Size) -> Tensor:
-    """A COO tensor of shape (*output, *value) from the entries of a matrix of elements, row by row, columns rising."""
+    """A COO tensor of shape (*output, *value) from a matrix of elements; its entries are sorted by row, then column."""
     indices = [*element_index(rows, output), *element_index(columns, value)]
     where = torch.stack(indices) if indices else rows.new_empty(0, values.numel())
     return torch.sparse_coo_tensor(
@@ -119,7 +119,7 @@ def of_entries(
     sparse: bool,
     elsewhere: float = 0.0,
 ) -> Parts:
-    """The parts of a sparse matrix of elements, in the requested layout; elsewhere: the other elements, if dense."""
+    """The parts of a sparse matrix of elements, in the requested layout; elsewhere: other elements of dense parts."""
     parts: Parts = []
     row_start = 0
     for o, output in enumerate(outputs):

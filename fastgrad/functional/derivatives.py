@@ -1,8 +1,9 @@
 """Jacobians and Hessians: the signatures of torch.autograd.functional, with fewer calls if they are sparse.
 
-func is called once, as it is recorded. A Jacobian or Hessian whose rows, or columns, can share products
-takes one product per group instead of one per row, for every layout; otherwise rows come from a
-native loop. With numerical=True everything comes from values of func, and has an error estimate.
+In reverse mode, func is called once, and products are VJPs on its graph. A Jacobian or Hessian whose
+rows, or columns, can share products takes one product per group instead of one per row, whether the
+result is sparse or strided; otherwise rows come from a native loop. With numerical=True, derivatives
+are computed from values of func, and have an error estimate.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ BATCH_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class _Options:
-    """Keywords for the computation and the form of a matrix."""
+    """The keywords for the computation and the form of a Jacobian or Hessian."""
 
     create_graph: bool
     strict: bool
@@ -106,9 +107,9 @@ def jacobian(
         Shape ``(*output.shape, *input.shape)``; dtype of the input, or in forward mode of the output. If func returns a
         tuple, or if inputs is a tuple, the result is a tuple of such tensors. If both are tuples, it is result[i][j]
         for output i and input j. With return_error, the result is (result, error), both of the same form. Errors are
-        real, and infinite if no two steps agree. If a sparsity pattern was found, entries outside of it are zero. Their
-        errors are zero if an entry of 1e-5 would have been detected; otherwise they are the least size of an entry that
-        would have been detected (in dense results).
+        real, and infinite if no two steps agree. If a sparsity pattern was found, entries outside it are zero. In
+        dense results, their errors are the least size of an entry that would have been detected, or zero if this is at
+        most 1e-5.
 
     Raises
     ------
@@ -128,8 +129,8 @@ def jacobian(
     Notes
     -----
     For about 30 rows or more, the pattern is guessed or probed by VJPs on the graph of a single evaluation. VJPs with
-    random vectors certify that no entry lies outside of it. Sources: Curtis, Powell & Reid (1974); Griewank & Mitev
-    (2002).
+    random vectors certify that no entry lies outside the pattern. Sources: Curtis, Powell & Reid (1974); Griewank &
+    Mitev (2002).
 
     Examples
     --------
@@ -162,8 +163,8 @@ def hessian(
 ) -> Any:
     """The Hessian of func at inputs, as torch.autograd.functional.hessian gives it.
 
-    Rows with the same color of a star coloring share a VJP of the gradient. Their entries are separated by symmetry. If
-    the second derivatives are not symmetric, this is detected, and symmetry is not used.
+    Rows with the same color of a star coloring share a VJP of the gradient. Symmetry separates their entries. If the
+    second derivatives are not symmetric, this is detected, and the Hessian is computed without symmetry.
 
     Parameters
     ----------
@@ -225,7 +226,7 @@ def hessian(
 
 
 def _primals(inputs: Tensors, create_graph: bool) -> Tensors:
-    """New tensors that require grad, so that func's own use of the caller's is not differentiated."""
+    """New tensors that require grad, so that func's own use of the caller's tensors is not differentiated."""
     return tuple(
         (value.clone() if value.is_sparse else value.view_as(value))
         if create_graph and value.requires_grad
@@ -273,14 +274,14 @@ def _check_options(name: str, options: _Options, strategy: str, numerical: bool,
 def _matrix(
     name: str, func: Func, given: Tensors, options: _Options, forward: bool, symmetric: bool = False
 ) -> tuple[bool, Parts]:
-    """Whether func returns a tuple, and its Jacobian."""
+    """Whether func returns a tuple, and the parts of its Jacobian."""
     if forward:
         return _forward(name, func, given, options, symmetric)
     with torch.enable_grad():
         primals = _primals(given, options.create_graph)
         outputs_are_tuple, outputs = as_tensors(func(*primals), OUTPUTS, name)
         check_tracked(outputs, options.strict)
-        # Integers have no gradient: a floating tensor without a graph stands for them.
+        # Integers have no gradient: they are replaced by a floating tensor without a graph.
         outputs = tuple(each if is_differentiable(each) else each.to(torch.float32) for each in outputs)
         return outputs_are_tuple, _reverse(outputs, primals, options, symmetric)
 
@@ -316,7 +317,7 @@ def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bo
 
 
 def _is_plain(tensor: Tensor, device: torch.device) -> bool:
-    """Whether native loops may read the tensor's values, together with others on a device."""
+    """Whether native loops can read the tensor's values: it is plain, strided, and on the given device."""
     return (
         tensor.layout is torch.strided
         and tensor.device == device
@@ -340,11 +341,12 @@ def _check_dependence(outputs: Tensors, inputs: Tensors) -> None:
 
 
 Rows = Iterator[tuple[int, int, list[Tensor]]]
-"""Rows of a Jacobian: the output, the first element, and for each input a tensor of shape (rows, elements)."""
+"""Blocks of rows of a Jacobian: the number of the output, the element of the first row, and for each input a tensor of
+shape (rows, elements)."""
 
 
 def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
-    """One VJP per row, in a native loop, as many rows at a time as a cache holds."""
+    """Yields rows from a native loop, with one VJP per row; the rows of a block fit in a cache."""
     natives = [native.InputBlock(value, 0, 0.0) for value in inputs]
     size = sum(value.numel() * (2 if value.is_complex() else 1) for value in inputs)
     step = max(1, BLOCK_BYTES // (8 * max(1, size)))
@@ -370,7 +372,7 @@ def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
 
 
 def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows:
-    """VJPs of tensors of any kind, recorded with create_graph; with vectorize many at once by vmap."""
+    """Yields rows for tensors of any kind: recorded with create_graph; with vectorize, many at once by vmap."""
     size = sum(value.numel() for value in inputs)
     for o, output in enumerate(outputs):
         if not output.requires_grad:
@@ -413,7 +415,7 @@ Piece = TypeVar("Piece")
 def _collected(
     blocks: Rows, outputs: Tensors, inputs: Tensors, piece: Callable[[int, Tensor], Piece]
 ) -> Iterator[list[tuple[Tensor, Tensor, list[Piece]]]]:
-    """For each output and input, the part made from the first element and the rows of each block."""
+    """Yields, for each output, (output, input, pieces) of each input; `piece` takes (first row, rows)."""
     pieces: list[list[list[Piece]]] = [[[] for _ in inputs] for _ in outputs]
     for o, first, rows in blocks:
         for own, row in zip(pieces[o], rows, strict=True):
@@ -423,7 +425,7 @@ def _collected(
 
 
 def _recorded(blocks: Rows, outputs: Tensors, inputs: Tensors, options: _Options) -> Parts:
-    """Parts that are differentiable with create_graph, and of the kind of the rows."""
+    """The parts of a Jacobian, concatenated from rows of any kind; differentiable with create_graph."""
 
     def part(output: Tensor, value: Tensor, rows: list[Tensor]) -> Tensor:
         if not rows:
@@ -436,7 +438,7 @@ def _recorded(blocks: Rows, outputs: Tensors, inputs: Tensors, options: _Options
 
 
 def _sparse_rows(blocks: Rows, outputs: Tensors, inputs: Tensors) -> Parts:
-    """Rows as they come, without their zeros."""
+    """The parts of a Jacobian as COO tensors; zeros are dropped from each block of rows as it is computed."""
 
     def entries(first: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         i, j = rows.nonzero(as_tuple=True)

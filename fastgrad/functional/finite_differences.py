@@ -1,7 +1,7 @@
-"""Derivatives from values of func alone: refined differences, each with an estimate of its error.
+"""Derivatives from values of func only: refined differences, each with an error estimate.
 
 First derivatives are Ridders extrapolations of central differences over steps from large to small. Columns that share
-no row are moved together. Second derivatives are extrapolations of second differences along sums of coordinates.
+no row are perturbed together. Second derivatives are extrapolations of second differences along sums of coordinates.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings, Tolerances
 
 SECOND_STEPS = tuple(2.0 ** -(3 + 2 * k) for k in range(11))
-"""Steps of second differences, relative to max(|x|, 1) of a coordinate. The last ones show only rounding."""
+"""Steps of second differences, relative to max(|x|, 1) of a coordinate. The differences of the last steps show only
+rounding."""
 
 MOST_NOISE = 2.0**10
-"""Largest noise of second differences, in units of rounding. If the finest ones scatter more, for example because all
-steps cross a pole, none resolves func."""
+"""Largest noise of second differences, in units of rounding. If the differences of the finest steps scatter more, for
+example because all steps cross a pole, no step resolves func."""
 
 CLOSER = 2.0**-6
-"""Factor from one step of one-sided derivatives to a smaller one. At a kink, the gap between the derivatives stays; on
-a smooth curve, it shrinks with the step."""
+"""Factor from the step of one-sided derivatives to a smaller step. At a kink, the gap between the derivatives does not
+shrink; on a smooth curve, it shrinks with the step."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Differences:
     values, errors
         The entries and their estimated errors: float64, shape (entries,). An error is infinite if no two steps agree.
     error_elsewhere
-        The error of entries that are not listed, if rounding may hide more than the absolute tolerance of checks there;
-        otherwise zero.
+        The error of entries that are not listed, if rounding may hide entries larger than the absolute tolerance of
+        checks; otherwise zero.
     """
 
     inputs: tuple[Block, ...]
@@ -86,15 +87,15 @@ def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) 
 
 
 def _step(problem: Problem) -> float:
-    """The step around which func should look straight: the default of checks, or larger in lower precision."""
+    """The step around which func should be straight: the default of checks, or a larger one in lower precision."""
     coarsest: float = max((spacing(block.tensor.dtype) for block in (*problem.inputs, *problem.outputs)), default=0.0)
     return min(LARGEST_STEP, max(Settings().eps, math.sqrt(coarsest)))
 
 
 def _detection_settings(problem: Problem) -> Settings:
-    """Steps at which rounding hides no entry of atol outside of a pattern; at most the largest step of `measured`.
+    """Settings with a step at which rounding hides no entry of atol outside a pattern, but at most LARGEST_STEP.
 
-    A refined column takes forty evaluations, so any structure pays off.
+    A refined column takes forty evaluations. Therefore, any sparse pattern pays off.
     """
     default = Settings()
     resolving = 4 * problem.unit_roundoff * largest(problem.base()) / default.atol
@@ -103,7 +104,7 @@ def _detection_settings(problem: Problem) -> Settings:
 
 
 def _groups(problem: Problem, compression: Compression | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Columns and rows of the entries of each group; without a compression, of each column."""
+    """Yields the columns and rows of the entries of each column group; without a compression, of each column."""
     if compression is None:
         every = torch.arange(problem.m, device=problem.device)
         yield from ((torch.full_like(every, column), every) for column in range(problem.n))
@@ -114,7 +115,7 @@ def _groups(problem: Problem, compression: Compression | None) -> Iterator[tuple
 
 
 def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool) -> tuple[Tensor, Tensor]:
-    """Derivatives and their errors: at a kink the mean of both sides, and half of the gap between them."""
+    """Derivatives and their errors, float64, shape (entries,); at a kink, an error is at least half of the gap."""
     settings, eps = Settings(), _step(problem)
     # Without rtol, the smallest absolute error is the best.
     found = settled([measured(problem, columns, rows, record_graph, eps)], Tolerances(atol=settings.atol, rtol=0.0))
@@ -123,7 +124,7 @@ def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool
     values = torch.where(is_open, mean, found.values)
     size = torch.maximum(found.left.abs(), found.right.abs())
     errors = torch.where(is_open, torch.inf, found.errors)
-    # Small steps that are lost in the rounding inside func agree on another slope, often zero.
+    # Small steps at which func changes by less than its internal rounding agree on another slope, often zero.
     rounded = found.doubtful & ~is_open
     if bool(rounded.any()):
         first = (found.widths != 0).to(torch.int8).argmax(1, keepdim=True)
@@ -163,7 +164,7 @@ def derivative_along(
     scale = 2.0 ** math.floor(math.log2(max(1.0, *(size for size, _ in sizes)) / longest))
     dtype = max((value.dtype.to_real() for value in inputs), key=spacing)
 
-    # Around 1, so that steps stay larger than rounding.
+    # place is near 1, not 0, so that all steps are larger than rounding.
     def moved(place: Tensor) -> Any:
         step = (place - 1) * scale
         return func(*(value + step.to(value.device) * tangent for value, tangent in zip(inputs, tangents, strict=True)))
@@ -179,10 +180,10 @@ def derivative_along(
 def second_derivatives(
     func: Callable[..., Any], inputs: Sequence[Tensor], v: Tensor | None
 ) -> tuple[tuple[Block, ...], Tensor, Tensor]:
-    """The Hessian of func, one real value, at real inputs, or its product with v (float64, shape (n,)).
+    """The Hessian of func, which returns one real value, at real inputs, or its product with v (float64, shape (n,)).
 
-    It takes second differences along x_i + x_j, or x_i + v: n (n + 1) / 2 or 2 n + 1 directions, with 22 evaluations
-    each.
+    This takes second differences along x_i and x_i + x_j, or along x_i, v and x_i + v: n (n + 1) / 2 or 2 n + 1
+    directions, with 22 evaluations each.
 
     Returns
     -------
@@ -232,12 +233,12 @@ def second_derivatives(
 
 
 def _second_differences(problem: Problem, record_graph: bool, base: Tensor, direction: Tensor) -> Tensor:
-    """(f(x + h d) - 2 f(x) + f(x - h d)) / h^2 for each of SECOND_STEPS, NaN where func raises: shape (steps,)."""
+    """(f(x + h d) - 2 f(x) + f(x - h d)) / h^2 for each h in SECOND_STEPS: shape (steps,); NaN where func raises."""
     bends = torch.full((len(SECOND_STEPS),), torch.nan, dtype=torch.float64, device=base.device)
     for s, step in enumerate(SECOND_STEPS):
         try:
             plus, minus = (problem.evaluate(record_graph, direction, sign * step)[0] for sign in (1.0, -1.0))
-        except Exception as error:  # the point may be outside of func's domain; with a smaller step it may be inside
+        except Exception as error:  # the point may be outside func's domain; a smaller step may stay inside
             raise_unless_of_func(error)
             if step == SECOND_STEPS[-1]:
                 raise
@@ -247,7 +248,7 @@ def _second_differences(problem: Problem, record_graph: bool, base: Tensor, dire
 
 
 def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tensor]:
-    """Second derivatives and their errors from second differences; from the middle step if no two steps agree."""
+    """Second derivatives and their errors from second differences; if no two steps agree, those of the middle step."""
     slopes = torch.stack(bends, 1)
     widths = torch.tensor(SECOND_STEPS, dtype=torch.float64, device=slopes.device).square()
     values, errors = extrapolate(
@@ -262,12 +263,12 @@ def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tenso
 
 @contextmanager
 def _problem(func: Callable[..., Any], inputs: Sequence[Tensor]) -> Iterator[Problem]:
-    """A problem of func without its gradients, at copies of the inputs; differences of all outputs are taken."""
+    """A context with a problem of func without gradients, at copies of the inputs, for differences of all outputs."""
 
     def plain(*arguments: Tensor) -> tuple[Tensor, ...]:
         return tuple(output.detach() for output in func(*arguments))
 
     copies = tuple(value.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for value in inputs)
-    # func may differentiate inside, in any grad mode of the caller.
+    # func may itself use autograd, which must work in any grad mode of the caller.
     with torch.enable_grad(), Problem(plain, copies, warn_of_precision=False) as problem:
         yield problem

@@ -19,22 +19,22 @@ Product = Callable[[list[Tensor]], Sequence[Tensor | None]]
 class LinearMap:
     """A matrix with a row per element of some tensors (sources) and a column per element of other tensors (targets).
 
-    Its rows times a seed (one number per source element) are a product (one number per target element). Seeds are
-    real: a complex output's row is its VJP with the cotangent 1, not 1j.
+    The product of a seed (one number per source element) with the matrix has one number per target element. Seeds are
+    real: the row of a complex output is its VJP with the cotangent 1, not 1j.
 
     Attributes
     ----------
     sources, targets
-        Blocks that say where each tensor's elements start. Their tensors are placeholders: on no device, and real, so
-        that an element is one coordinate.
+        Blocks that give the first element of each tensor. Their tensors are placeholders: on the meta device, and real,
+        so that an element is one coordinate.
     m, n
         Number of elements of the sources, and of the targets.
     dtype, device
         Dtype and device of products: the promoted dtype of all targets.
     spacing
-        One ulp of 1, of the coarsest dtype among them.
+        The ulp of 1 in the coarsest dtype of all sources and targets.
     is_custom
-        Whether products run Python code of a backward or a hook, which need not be linear.
+        Whether products run custom code, such as a custom backward or a hook, which need not be linear.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LinearMap:
         self.spacing = max(torch.finfo(tensor.dtype).eps for tensor in (*sources, *targets))
 
     def rounded(self, seed: Tensor) -> Tensor:
-        """A seed as the dtypes of the sources hold it."""
+        """A seed, rounded to the dtypes of the sources: float64, shape (m,)."""
         seed = seed.clone()
         for block, tensor in zip(self.sources, self._source_tensors, strict=True):
             own = block.slice
@@ -59,8 +59,8 @@ class LinearMap:
         return seed
 
     def product(self, seed: Tensor) -> Tensor:
-        """Rows times a seed (float64, shape (m,), on the CPU): shape (n,), of `dtype`, on `device`."""
-        # Each seed has its own memory, because backward may write into it or view it as complex numbers.
+        """The product of a seed (float64, shape (m,), on the CPU): shape (n,), of `dtype`, on `device`."""
+        # The seed of each source has its own memory: backward may write into it or view it as complex numbers.
         seeds = [
             seed[block.slice].to(tensor, copy=True).reshape(tensor.shape)
             for block, tensor in zip(self.sources, self._source_tensors, strict=True)
@@ -75,7 +75,7 @@ class LinearMap:
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def reaction(self, chosen: Mask, stream: int) -> Mask:
-        """The targets that some sources, with random components, reach: shapes (m,) and (n,)."""
+        """The targets, shape (n,), that react to the chosen sources, shape (m,), with random components."""
         seed = torch.where(torch.from_numpy(chosen), direction(self.m, 0, stream), 0.0)
         reacting: Mask = (self.product(seed) != 0).cpu().numpy()
         return reacting
@@ -87,7 +87,7 @@ def _elements(tensors: Sequence[Tensor]) -> tuple[Block, ...]:
 
 
 def backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LinearMap:
-    """The map v -> v^T J, one VJP per product; outputs that require no grad add nothing."""
+    """The map v -> v^T J, one VJP per product; outputs that do not require grad add nothing."""
     tracked = [output for output in outputs if output.requires_grad]
 
     def apply(seeds: list[Tensor]) -> Sequence[Tensor | None]:
@@ -102,8 +102,8 @@ def backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LinearM
 def backward_of_backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LinearMap | None:
     """The map u -> J u, by differentiating v -> v^T J, one VJP per product; None if that is not possible.
 
-    All tensors are real. One evaluation serves this and `backward_map`. The caller must test that the
-    backward's derivative is right.
+    All tensors are real. This map and `backward_map` use the same graph of func. The caller must test that
+    the derivative of the backward is right.
     """
     tracked = [output for output in outputs if output.requires_grad]
     cotangents = [uniform_like(output, 0, GRAPH_STREAM).requires_grad_() for output in tracked]
@@ -130,14 +130,14 @@ def backward_of_backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 def forward_map(
     func: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> LinearMap:
-    """The map u -> J u by forward-mode AD, one evaluation of func per product; outputs: those of func at inputs."""
+    """The map u -> J u by forward-mode AD, one evaluation of func per product; outputs: func's outputs at inputs."""
     return LinearMap(lambda seeds: tangents_along(func, inputs, seeds), inputs, outputs)
 
 
 def tangents_along(
     func: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """The tangents of func's outputs at inputs with tangents, None if an output has none."""
+    """The tangents of func's outputs for tangents of its inputs; None for an output without a tangent."""
 
     def evaluate() -> list[Tensor | None]:
         duals = [torch_private.make_dual(value, tangent) for value, tangent in zip(inputs, tangents, strict=True)]

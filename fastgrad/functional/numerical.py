@@ -37,7 +37,7 @@ Func = Callable[..., Any]
 def numerical_jacobian(
     func: Func, inputs: Tensors, is_tuple: bool, sparse: Sparse, forward: bool, return_error: bool
 ) -> Any:
-    """`functional.jacobian` by differences; forward: with the dtypes and complex entries of forward mode."""
+    """`functional.jacobian` by differences; forward: whether dtypes and complex entries are those of forward mode."""
     _check_strided(inputs, "jacobian")
     seen = _Seen(func, "jacobian")
     found = jacobian_by_differences(seen, inputs)
@@ -109,7 +109,7 @@ def numerical_jvp(func: Func, inputs: Tensors, tangents: Tensors, return_error: 
 def numerical_hessian_product(
     name: str, func: Func, inputs: Tensors, is_tuple: bool, tangents: Tensors, return_error: bool
 ) -> tuple[Any, ...]:
-    """`functional.vhp` and `functional.hvp`, which are the same, by second differences."""
+    """`functional.vhp` and `functional.hvp`, which are equal for differences, by second differences."""
     _check_strided(inputs, name)
     _check_real(inputs, name)
     flat = torch.cat([tangent.detach().reshape(-1).to(torch.float64) for tangent in tangents])
@@ -118,7 +118,7 @@ def numerical_hessian_product(
 
 
 class _Seen:
-    """func with a tuple as its result; keeps the first result and its form."""
+    """func, made to return a tuple; keeps the first result, and whether that was a tuple."""
 
     def __init__(self, func: Func, name: str) -> None:
         self.outputs: Tensors = ()
@@ -138,10 +138,10 @@ class _Seen:
 def _product(
     output: Any, blocks: Sequence[Block], like: Tensors, is_tuple: bool, values: Tensor, errors: Tensor | None
 ) -> tuple[Any, ...]:
-    """The result of the public function: func's output, then the tensors that real coordinates make."""
+    """The result of the public function: func's output, the product and, if errors are given, the errors."""
 
     def unflattened(coordinates: Tensor) -> Tensors:
-        """Zeros where a tensor has no coordinates."""
+        """Tensors like `like` from real coordinates; zeros for a tensor without coordinates."""
         tensors = [
             torch.zeros_like(other, requires_grad=False, memory_format=torch.contiguous_format) for other in like
         ]
@@ -171,7 +171,7 @@ def _check_real(tensors: Tensors, name: str) -> None:
 def _second_derivatives(
     name: str, func: Func, inputs: Tensors, v: Tensor | None
 ) -> tuple[Tensor, tuple[Block, ...], Tensor, Tensor]:
-    """The value of func first, then what `second_derivatives` returns."""
+    """The value of func, followed by the results of `second_derivatives`."""
     _check_strided(inputs, name)
     seen: list[Tensor] = []
 
@@ -187,10 +187,10 @@ def _second_derivatives(
 
 
 def _of_elements(found: Differences, inputs: Tensors, outputs: Tensors, forward: bool) -> tuple[Entries, Entries]:
-    """A Jacobian over real coordinates as one over elements, and its errors.
+    """The Jacobian over elements, and its errors, from the Jacobian over real coordinates.
 
-    An entry is what the seed 1 gives. For a complex output, it is in the row of the real part. For a complex input, its
-    real and imaginary parts are from two columns. In forward mode, outputs and inputs change places.
+    An entry belongs to the seed 1. For a complex output, it comes from the row of the real part. For a complex input,
+    its real and imaginary parts come from two columns. In forward mode, outputs and inputs are interchanged.
     """
     row_of, row_part, m = _elements(found.outputs, outputs)
     column_of, column_part, n = _elements(found.inputs, inputs)
@@ -212,7 +212,7 @@ def _of_elements(found: Differences, inputs: Tensors, outputs: Tensors, forward:
 
 
 def _elements(blocks: Sequence[Block], tensors: Tensors) -> tuple[Tensor, Tensor, int]:
-    """The element, and the part of it, 0 or 1, of each coordinate; and how many elements all tensors have."""
+    """The element of each coordinate; its part (0: real, 1: imaginary); and the number of elements of all tensors."""
     firsts = [0]
     for tensor in tensors:
         firsts.append(firsts[-1] + tensor.numel())

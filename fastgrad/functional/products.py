@@ -30,7 +30,7 @@ def vjp(
     Parameters
     ----------
     func, inputs, create_graph, strict, numerical, return_error
-        As for `jacobian`. A numerical product costs what the numerical Jacobian does.
+        As for `jacobian`. A numerical product costs as much as the numerical Jacobian.
     v
         Vectors of the shapes of func's outputs; may be left out if func returns a single element.
 
@@ -42,9 +42,9 @@ def vjp(
     Raises
     ------
     TypeError, ValueError
-        As `jacobian`.
+        As in `jacobian`.
     RuntimeError
-        v is missing, or of other shapes; strict=True and an output, or result, that does not depend on an input.
+        v is missing, or has other shapes; strict=True and an output, or the result, that does not depend on an input.
 
     Examples
     --------
@@ -81,12 +81,12 @@ def jvp(
     Returns
     -------
     tuple
-        func's outputs, and the product, of their form. With return_error, the error too.
+        func's outputs, and the product, of the form of the outputs. With return_error, the error too.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `vjp`.
+        As in `vjp`.
 
     Examples
     --------
@@ -128,7 +128,7 @@ def vhp(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `vjp` and `hessian`.
+        As in `vjp` and `hessian`.
 
     Examples
     --------
@@ -153,7 +153,7 @@ def hvp(
 ) -> tuple[Any, ...]:
     """H v for the Hessian H of func at inputs, as torch.autograd.functional.hvp gives it.
 
-    It is computed by differentiating v -> v^T H. So it is H v even if H is not symmetric. `vhp` is faster.
+    It is computed by differentiating v -> v^T H. Therefore, it is H v even if H is not symmetric. `vhp` is faster.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def hvp(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `vhp`.
+        As in `vhp`.
 
     Examples
     --------
@@ -190,7 +190,7 @@ def _product(
     numerical: bool,
     return_error: bool,
 ) -> tuple[Any, ...]:
-    """Calls torch's function or its numerical counterpart, because no structure saves calls here."""
+    """Calls torch's function, because sparsity does not save calls here, or its numerical counterpart."""
     check_product_options(create_graph, strict, numerical, return_error)
     is_tuple, given = as_tensors(inputs, "inputs", name)
     if not numerical:
