@@ -57,7 +57,7 @@ def explained(report: Report, session: Session, arguments: tuple[Any, ...], chec
 
 
 def _place(failure: Failure, session: Session) -> list[str]:
-    """Which ranks hold the worst entry."""
+    """A note that names the ranks that hold the worst entry; empty if this entry is unknown."""
     worst = failure.comparison.worst if failure.comparison is not None else None
     if worst is None or failure.input is None:
         return []
@@ -165,7 +165,7 @@ def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float)
     held_numbers = parts_of(numbers, placement, like) if isinstance(placement, Shard) else [numbers for _ in like]
 
     def difference(number: int) -> tuple[float, list[float]]:
-        """Along one coordinate: of all results, and of the results of each rank."""
+        """The derivative along one coordinate: of all results, and of the results of each rank."""
         moved = [tensor.clone() for tensor in inputs]
         changes: list[list[Any]] = []
         for sign in (1.0, -1.0):

@@ -47,7 +47,7 @@ def parts_of(whole: Tensor, placement: Placement, like: Sequence[Tensor]) -> lis
 
     For a sum, the difference from `like` is distributed unequally over the ranks, so that a missing rank is noticed.
 
-    like: the previous parts of the ranks or, for a new sum, zeros; for a sharded tensor only shapes count.
+    like: the previous parts of the ranks or, for a new sum, zeros; for a sharded tensor, only their shapes matter.
     """
     if isinstance(placement, Shard):
         return list(whole.split([part.shape[placement.dim] for part in like], placement.dim))  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ def difference(parts: Sequence[Tensor], placement: Placement) -> Difference | No
     for rank, part in enumerate(parts):
         if torch.equal(part, parts[0]) or not part.numel():
             continue
-        # Sums over ranks may be added in a different order on each.
+        # Each rank may add up a sum over ranks in a different order.
         allowed = ROUNDING * spacing(part.dtype) * parts[0].abs().nan_to_num(0.0, 0.0, 0.0).max()
         apart = (part - parts[0]).abs()
         both_nan = part.isnan() & parts[0].isnan()

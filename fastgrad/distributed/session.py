@@ -86,7 +86,7 @@ class Member:
         self._set(self._kept)
 
     def obey(self, order: Order) -> Answer:
-        """Executes a request."""
+        """Executes a request and returns the answer."""
         for number in order.forget:
             self._graphs.pop(number, None)
         return self._call(order) if order.parent is None else self._backward(order, self._graphs[order.parent])
@@ -114,7 +114,7 @@ class Member:
             if cotangent is not None and output is not None and output.requires_grad:
                 leaves.append(cotangent.to(output.device, output.dtype, copy=True).requires_grad_(order.record))
                 used.append((output, leaves[-1]))
-            elif order.record:  # a leaf without a gradient
+            elif order.record:  # an undefined grad_output: a leaf that gets no gradient
                 is_number = output is not None and (output.is_floating_point() or output.is_complex())
                 like = output if output is not None and is_number else torch.zeros(())
                 leaves.append(torch.zeros_like(like).requires_grad_())
@@ -207,7 +207,7 @@ class Session:
     broken
         Why the ranks can no longer work together.
     differences
-        The first place where ranks held different values of a replicated tensor: by ("output", number), or by
+        For each replicated tensor, the first place where ranks held different values: by ("output", number), or by
         ("gradient", number of the input).
     """
 
@@ -254,7 +254,7 @@ class Session:
         return self._results(made, found, differentiable, record)
 
     def _placed(self, own: Sequence[Space | None]) -> list[Space]:
-        """The placements of the results; own: of DTensors."""
+        """The placements of the results; own: those of results that are DTensors."""
         named = [None] * len(own) if self._outputs is None else list(self._outputs)
         if len(named) != len(own) or any(one is None and other is None for one, other in zip(named, own, strict=True)):
             raise ValueError(
@@ -269,8 +269,8 @@ class Session:
         return Results(graph, found, differentiable)
 
     def end(self, report: Any) -> None:
-        """Sends the result to the other ranks."""
-        with suppress(RankError):  # if the ranks can be informed
+        """Sends the report, or an exception, to the other ranks."""
+        with suppress(RankError):  # the ranks may be unreachable
             self._ranks.end(report)
 
     def _run(self, orders: list[Order]) -> list[Answer]:
@@ -304,7 +304,7 @@ class Session:
 
 
 def follow(ranks: Ranks, member: Member) -> Any:
-    """The loop of the other ranks until rank 0 sends the report; returns it."""
+    """Executes requests on another rank than 0 until rank 0 sends the report or an exception; returns it."""
     while True:
         order = ranks.next_order()
         if not isinstance(order, Order):
@@ -379,7 +379,7 @@ class _Remote(torch.autograd.Function):
 
 
 def _joined(results: Results, number: int, device: torch.device) -> Tensor | None:
-    """The whole output gradient; a missing gradient counts as zeros, and is None if all ranks have none."""
+    """The whole tensor of a result, with zeros for ranks that have no gradient; None if no rank has one."""
     parts = results.parts[number]
     if all(part is None for part in parts):
         return None
@@ -391,7 +391,7 @@ def _joined(results: Results, number: int, device: torch.device) -> Tensor | Non
 
 
 def whole_function(session: Session, checked: Sequence[int]) -> Callable[..., Any]:
-    """The function over all ranks, of whole tensors in place of the checked ones."""
+    """The function over all ranks, whose checked arguments are whole tensors."""
 
     def whole(*arguments: Any) -> Any:
         tensors = [arguments[i] for i in checked]

@@ -15,26 +15,27 @@ DRAWS = 6
 few runs is uncertain by about a third; the factors below allow for this."""
 
 SECOND_DRAWS = 12
-"""Number of additional runs if the error of an entry is too large; there, inputs are perturbed by the unit of the
-largest element of their tensor."""
+"""Number of additional runs if the error of an entry is too large. In these runs, inputs are perturbed by the
+unit of the largest element of their tensor."""
 
 FACTOR = {torch.float32: 16.0, torch.float16: 4.0, torch.bfloat16: 4.0}
-"""Allowed error of an entry of a VJP, in scales of rounding.
+"""Allowed error of an entry of a VJP, as a multiple of the measured effect of rounding (its scale).
 
-A kernel adds in another order, or with other intermediate results, than the reference in perturbed arithmetic. These
-are the smallest powers of two for which all right operators of torch's database are within the allowed error, on one
-sample each. The factor of float32 is larger, because another branch of a special function may differ by many units.
+A kernel adds in another order, or with other intermediate results, than the reference in perturbed arithmetic. The
+factors are the smallest powers of two for which all right operators of torch's database are within the allowed error,
+on one sample each. The factor of float32 is larger, because another branch of a special function may differ by many
+units.
 """
 
 SECOND_FACTOR = {torch.float32: 16.0, torch.float16: 3.0, torch.bfloat16: 3.0}
 """The same in a second look, whose runs perturb inputs more. Right operators need at most 1.8, on one sample each."""
 
 FORWARD = 16.0
-"""The same for outputs, which only have to show that two functions are the same."""
+"""The same for outputs, which are compared only to show that func and the reference are the same function."""
 
 ONCE = 1.02
-"""Largest error of an entry, in its units, with which it counts as rounded once. Rounding to nearest gives one unit at
-most; two percent allow for earlier rounding in a finer dtype."""
+"""Largest error of an entry that counts as rounded once, in unit roundoffs times its modulus. Rounding to nearest gives
+at most 1; two percent allow for earlier rounding in a finer dtype."""
 
 SHARE_ONCE = 0.9
 """Share of entries that must be rounded once for the smaller allowance to apply."""
@@ -43,7 +44,7 @@ FEWEST_ONCE = 20
 """Least number of nonzero entries for this decision."""
 
 ALLOWED_ONCE = 1.1
-"""The smaller allowance: units of the entry, plus one scale."""
+"""The smaller allowance: this many unit roundoffs times the modulus of the entry, plus one scale."""
 
 _SECOND_SEED = 2000
 _SEED = 1000
@@ -61,7 +62,7 @@ class Spread:
     rounded
         The difference in arithmetic that rounds every result. Shape (count, n).
     values, rounded_values
-        The same of the outputs, shape (m,).
+        The same for the outputs, shape (m,).
     """
 
     products: Tensor
@@ -70,11 +71,11 @@ class Spread:
     rounded_values: Tensor
 
     def both(self) -> Tensor:
-        """The larger of both scales per entry; the finite one if the other is not."""
+        """The larger of both scales per entry, without `rounded` where it is not finite: shape (count, n)."""
         return torch.maximum(self.products, self.rounded.nan_to_num(nan=0.0, posinf=0.0))
 
     def both_values(self) -> Tensor:
-        """The same of the outputs."""
+        """The same for the outputs: shape (m,)."""
         return torch.maximum(self.values, self.rounded_values.nan_to_num(nan=0.0, posinf=0.0))
 
 
@@ -109,7 +110,7 @@ def _mean_square(
     seed: int,
     decomposes: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Root mean squares of the moduli of differences, of outputs and of VJPs."""
+    """Root mean squares of the moduli of differences: of outputs, shape (m,), and of VJPs, shape (count, n)."""
     of_values, of_products = _MeanSquare(products.values), _MeanSquare(exact)
     for number in range(draws):
         values, gradients = products.draw(Arithmetic(dtype, seed + number, decomposes), cotangents, inputs)
@@ -119,7 +120,7 @@ def _mean_square(
 
 
 class _MeanSquare:
-    """The root mean square of several tensors, element by element: of the finite values; infinite if there are none."""
+    """The root mean square of the finite values of each element of several tensors; infinite if there are none."""
 
     def __init__(self, like: Tensor) -> None:
         self._sum, self._count = torch.zeros_like(like), torch.zeros_like(like)
@@ -135,7 +136,7 @@ class _MeanSquare:
 
 
 def is_rounded_once(error: Tensor, size: Tensor, inputs: Coordinates) -> bool:
-    """Whether most entries are those of the reference, rounded once: then the kernel computes in a wider dtype.
+    """Whether most entries are those of the reference, rounded once. If so, the kernel computes in a wider dtype.
 
     error, size: moduli of differences and of the reference, shape (count, n).
     """
@@ -147,7 +148,7 @@ def is_rounded_once(error: Tensor, size: Tensor, inputs: Coordinates) -> bool:
 
 
 def allowed(scale: Tensor, size: Tensor, units: Tensor, factor: float, once: bool) -> Tensor:
-    """The allowed error of each entry, from its scale, its size and its unit."""
+    """The allowed error of each entry, from its scale, its modulus (size) and its unit roundoff: shape (count, n)."""
     if not once:
         return factor * scale
     return torch.minimum(factor * scale, ALLOWED_ONCE * units * size + scale)

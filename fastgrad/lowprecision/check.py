@@ -35,8 +35,8 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 
 SAME_DRAW = 16.0
-"""Allowed difference of two runs of func with the same random state, in units of the largest value (atomic
-additions)."""
+"""Allowed difference of two runs of func with the same random state, in units of the largest value: atomic additions
+may run in another order."""
 
 _TROUBLE_AT_X = {
     "kink": "there is a kink",
@@ -44,12 +44,12 @@ _TROUBLE_AT_X = {
     "not converged": "the numerical derivative does not converge",
     "not finite": "the derivative is not finite",
 }
-"""Failures that may come from x and not from the reference, as clauses."""
+"""Failures of a reference that may be due to x (`Failure.trouble`), and clauses that describe them."""
 
 _OF_ZEROS = ("not multiplied by grad_output", "undefined grad not zero")
 
 NEARBY = 2.0**-10
-"""Relative distance from x at which a reference is checked if x is at a kink."""
+"""Largest relative distance from x of the points where a reference is checked if it has such a failure at x."""
 
 
 def obstacle(inputs: Any, settings: Settings) -> str:
@@ -80,8 +80,8 @@ def check(
     func, inputs, settings, names
         As in `fastgrad.checks.order.check`.
     reference
-        Makes the function to compare with. A reference that the caller passed must run. Otherwise, if there is none
-        that runs, gradients are compared with differences.
+        Makes the function to compare with. A reference that the caller passed must run. If the caller passed none and
+        the function does not run in double precision, gradients are compared with differences.
     """
     arguments = as_tuple(inputs)
     why = obstacle(arguments, settings)
@@ -98,7 +98,7 @@ def check(
 
 
 class LowerCheck:
-    """The state of one check.
+    """The state of one check in a lower dtype.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class LowerCheck:
         self.comparison: Comparison | None = None
 
     def report(self, make: Callable[[], Reference]) -> Report:
-        """Runs the check."""
+        """Runs the check and returns its report."""
         with (
             order.full_precision(self._arguments, self._settings) as notes,
             Progress(self._settings.progress) as progress,
@@ -153,10 +153,13 @@ class LowerCheck:
                 if problem.n and problem.m:
                     judge_by_differences(problem, self._settings.seed, self._outcome)
                 found = None
-            return self._finished(problem) if found is None else found  # a report of a failure counts as false
+            return self._finished(problem) if found is None else found  # the report of a failure is false
 
     def _is_random(self, problem: Problem) -> bool:
-        """Whether func draws from its own generator. Afterwards the graph is that of the original random state."""
+        """Whether func is random although the states of torch's generators are restored.
+
+        Also notes in `_draws` whether func changes these states. Afterwards, the graph is that of the original states.
+        """
         first = problem.base()
         self._states.restore()
         again = problem.evaluate(True)
@@ -195,7 +198,7 @@ class LowerCheck:
         return None
 
     def _refuse_coarse(self, reference: Reference, problem: Problem, products: Products) -> None:
-        """Raises if the reference returns outputs in the function's dtype."""
+        """Raises if the reference returns an output in a lower dtype that is not finer than that of func's output."""
         for block, dtype in zip(problem.outputs, products.dtypes, strict=True):
             if not 2 * unit_roundoff(dtype) < unit_roundoff(block.tensor.dtype) and dtype in LOWER:
                 raise IncomparableError(
@@ -232,13 +235,13 @@ class LowerCheck:
         return replace(report, settings=self._settings, precision=self._outcome.precision, notes=(*report.notes, note))
 
     def _first_that_passes(self, func: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Report, str]:
-        """The report of a reference at x, or next to x if only x has a problem; and that problem."""
+        """The report of a reference at x or, if it fails only at x, next to x; and a clause with the reason, or ""."""
         report = order.check(func, arguments, self._settings, self._names, explain=False)
         if report.failure is None:
             return report, ""
         explained = order.check(func, arguments, self._settings, self._names)
         if explained.failure is None:
-            return report, ""  # wrong in some calls only, which excuses nothing
+            return report, ""  # the second check did not fail, but the first failure counts
         trouble = str(explained.failure.trouble)
         for factor in (-NEARBY, NEARBY) if trouble in _TROUBLE_AT_X else ():
             nearby = order.check(func, _moved(arguments, factor), self._settings, self._names, explain=False)
@@ -257,7 +260,7 @@ class LowerCheck:
         return seeded
 
     def _attributes(self, problem: Problem) -> Failure | None:
-        """The checks apart from values, as in double precision."""
+        """The failure of a check other than that of values, as in double precision; None if all pass."""
         failure = self._two_runs(problem) or attribute_failure(problem, self._settings, Findings())
         if failure is not None and failure.kind in _OF_ZEROS and self._outcome.precision.out_of_range:
             self._outcome.notes.append(
@@ -268,7 +271,7 @@ class LowerCheck:
         return failure
 
     def _two_runs(self, problem: Problem) -> Failure | None:
-        """Whether backward is deterministic, and gradients have the sizes and dtypes of the inputs."""
+        """A failure if two runs of backward differ, or if a gradient has the wrong size or dtype; None otherwise."""
         if not problem.n or not problem.m:
             return None
         v = probes_of(problem, True, False, self._settings.seed).cotangents[1]
@@ -318,9 +321,9 @@ def _computes_coarsely(report: Report) -> bool:
 
 
 def _moved(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
-    """Arguments next to the given ones: each element of a checked tensor is changed by a share of itself.
+    """Arguments next to the given ones: each element of a checked tensor is changed by a random share of itself.
 
-    Zeros are changed by the same share of the mean magnitude.
+    The share is between factor / 2 and factor. Zeros are changed by a share of the mean magnitude of their tensor.
     """
     made: dict[int, Tensor] = {}
     generator = torch.Generator().manual_seed(0)

@@ -26,23 +26,23 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.low_precision import RoundedEntry
 
 AT_A_TIME = 64
-"""Number of VJPs with a second look, each of which takes 12 more runs."""
+"""Largest number of VJPs that share the 12 more runs of a second look."""
 
 SIGNIFICANT = 0.01
 """Entries smaller than this share of the largest entry of their VJP are not counted."""
 
 SCALE_UNITS = 1.0
 SCALE_ERRORS = 3.0
-"""Allowed common relative error of a whole gradient: in units, for rounding that affects all entries alike, plus in
-standard errors of its mean. Chosen with the factors of `allowance`."""
+"""Allowed common relative error of a whole gradient: `SCALE_UNITS` unit roundoffs, for rounding that affects all
+entries alike, plus `SCALE_ERRORS` standard errors of the mean. Chosen together with the factors of `allowance`."""
 
 
 @dataclass(frozen=True)
 class Common:
     """A common relative error of the gradient of one input: the mean over entries of dense VJPs.
 
-    error, allowed: relative to the gradient. entries: how many are averaged, without those of little weight. is_alike:
-    whether it is about the same for each grad_output.
+    error, allowed: relative to the gradient. entries: the effective number of averaged entries, in which those of
+    little weight hardly count. is_alike: whether the error is about the same for each grad_output.
     """
 
     block: Block
@@ -64,9 +64,9 @@ class Comparison:
     spread
         The measured rounding.
     error, size, scale, limit
-        Moduli of errors and of the reference, the effect of rounding, and the allowed error; shapes (count, n).
+        Modulus of the error, modulus of the reference, effect of rounding and allowed error; shape (count, n) each.
     dtype
-        The coarsest of inputs and outputs, in which results are rounded.
+        The coarsest real dtype of inputs and outputs, to which results are rounded.
     once
         Whether only the error of a single rounding is allowed.
     first_limit
@@ -98,7 +98,10 @@ class Comparison:
         return torch.cat(parts).to(self.products.device)
 
     def forward(self) -> tuple[float, int]:
-        """The worst output's error over its allowance, and its coordinate, after a second look if that is above 1."""
+        """The largest ratio of an output's error to its allowed error, and the output's coordinate.
+
+        If the ratio exceeds 1, a second look may increase the allowed error.
+        """
         products, outputs = self.products, self.products.outputs
         values = self.problem.base().to(products.device)
         size, error = outputs.moduli(products.values), outputs.moduli(values - products.values)
@@ -114,10 +117,10 @@ class Comparison:
         return (float(ratio.max()), int(ratio.argmax())) if ratio.numel() else (0.0, 0)
 
     def overflows(self) -> tuple[Tensor, Tensor]:
-        """Entries that are not finite although the reference is in range; and those that rounding explains.
+        """Entries that are not finite although the reference is in range: unexplained ones, and explained ones.
 
-        Masks of shape (count, n): the second where the reference, with every result rounded to the dtype, leaves the
-        range of the dtype in an intermediate result.
+        Masks of shape (count, n). An entry is explained if it is also not finite in the reference with every result
+        rounded to the dtype: an intermediate result leaves the range of the dtype.
         """
         in_range = self._is_in_range()
         infinite = ~self.low.isfinite() & in_range
@@ -130,16 +133,16 @@ class Comparison:
 
     @property
     def out_of_range(self) -> int:
-        """Entries for which the reference leaves the range of the dtype, or is not finite."""
+        """Number of entries for which the reference leaves the range of the dtype or is not finite."""
         return int((~self._is_in_range()).sum())
 
     def ratio(self) -> Tensor:
-        """Ratios of error to allowed error; zero if there is nothing to compare."""
+        """Ratios of error to allowed error, shape (count, n); zero where there is nothing to compare."""
         comparable = self.low.isfinite() & self._is_in_range() & self.limit.isfinite()
         return torch.where(comparable, self.error / self.limit, 0.0)
 
     def look_again(self) -> None:
-        """Increases the allowance of VJPs with entries beyond it, if more draws show larger rounding."""
+        """Increases the allowed errors of VJPs with entries beyond them, if more draws show larger rounding."""
         ratio = self.ratio()
         beyond = int((ratio > 1).sum())
         worst = ratio.amax(1) if ratio.shape[1] else ratio.new_zeros(ratio.shape[0])
@@ -152,7 +155,7 @@ class Comparison:
         self.excused = max(0, beyond - int((self.ratio() > 1).sum()))
 
     def look_again_at(self, some: Tensor) -> None:
-        """The second look at the VJPs with these numbers."""
+        """Takes a second look at the VJPs with these numbers: may increase their `scale` and `limit`."""
         _, spread = self._second_spread(self.probes.cotangents[some.to(self.problem.device)], self.exact[some])
         inputs, size = self.products.inputs, self.size[some]
         scale = torch.maximum(self.scale[some], spread.nan_to_num(nan=0.0, posinf=0.0) + inputs.rounding(size))
@@ -172,9 +175,10 @@ class Comparison:
         return rounded_entry(self.problem, row, coordinate, found, exact, limit)
 
     def smallest_errors(self) -> tuple[float, float, float] | None:
-        """Relative errors that would certainly have been found in half, and in 90 %, of the significant entries.
+        """Three numbers about the significant entries, or None if there are none.
 
-        And the share of these entries that could be zero without being detected. None if no entry is significant.
+        The relative errors that would certainly have been found in half and in 90 % of these entries, and the share of
+        them that could be zero without being detected.
         """
         if not self.size.numel():
             return None
@@ -188,7 +192,7 @@ class Comparison:
         return float(found[(found.numel() - 1) // 2]), float(found[int(0.9 * (found.numel() - 1))]), hidden
 
     def common_errors(self) -> list[Common]:
-        """The common relative error of the gradient of each input of 16 bits, over the dense grad_outputs.
+        """The common relative error of the gradient of each 16-bit input, over the dense grad_outputs.
 
         The constant grad_output is left out: entries of its gradient may all be the same sum, with the same error.
         """
@@ -209,7 +213,7 @@ class Comparison:
         return found
 
     def _common_error(self, block: Block, probe: int) -> tuple[float, float, float]:
-        """The weighted mean of relative errors, the sum of its weights, and the number of entries."""
+        """The weighted mean of relative errors, the sum of its weights and the effective number of entries."""
         size, scale = self.size[probe, block.slice], self.scale[probe, block.slice]
         exact = self.exact[probe, block.slice]
         error = self.low[probe, block.slice] - exact
@@ -226,7 +230,11 @@ class Comparison:
 def rounded_entry(
     problem: Problem, row: int, coordinate: int, found: complex, expected: complex, allowed: float
 ) -> RoundedEntry:
-    """An entry of the Jacobian, or a component of another VJP where row is negative, for a report."""
+    """A `RoundedEntry` for a report.
+
+    This is entry (row, coordinate) of the Jacobian or, if row is negative, component `coordinate` of a VJP whose
+    grad_output is not one-hot.
+    """
     block = block_with(problem.inputs, coordinate)
     output = block_with(problem.outputs, row) if row >= 0 else None
     return RoundedEntry(
@@ -244,7 +252,7 @@ def rounded_entry(
 
 
 def _element(vector: Tensor, coordinate: int, block: Block) -> complex:
-    """The element that a coordinate belongs to; a float if it is real."""
+    """The element to which a coordinate belongs; a float if the block is real."""
     if not block.is_complex:
         return float(vector[coordinate])
     first = coordinate - (coordinate - block.first) % 2

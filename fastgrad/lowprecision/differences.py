@@ -21,23 +21,24 @@ from fastgrad.problem.problem import Problem
 Numbers = NDArray[np.float64]
 
 STEPS = {torch.float32: (3, 36), torch.float16: (4, 32), torch.bfloat16: (4, 24)}
-"""Number of steps per halving of the step, and number of all steps. The first step is half of a coordinate's scale."""
+"""Number of steps per halving of the step, and total number. The first step is half of a coordinate's scale."""
 
 WINDOW = 8.0
-"""The largest step of a fit over its smallest."""
+"""Ratio of the largest step of a fit to its smallest."""
 
 SURE = 6.0
-"""The uncertainty, in standard errors."""
+"""Number of standard errors in an uncertainty."""
 
 ROUNDING = 2.0
-"""Allowed rounding of the gradient itself in a derivative along a direction, in units of its sum and its norm."""
+"""Allowed rounding of the gradient itself in a derivative along a direction: in unit roundoffs of the modulus of the
+sum of its terms, plus their 2-norm."""
 
 LARGE = 0.2
 """If a relative error is larger than this, a fit over smaller steps must also show an error: large steps may cross a
 pole or a kink."""
 
 STILL = 8.0
-"""Least change of an output, in units, for its rounding to count as random."""
+"""Least change of an output, in its unit roundoffs, for its rounding to count as random."""
 
 DENSE = 2
 ROWS = 6
@@ -52,7 +53,7 @@ MOST_ENTRIES = 16
 
 @dataclass(frozen=True)
 class Fit:
-    """The error of the gradient along a direction, by steps up to `largest`."""
+    """The error of the gradient along a direction, measured with steps up to `largest`."""
 
     largest: float
     error: float
@@ -63,9 +64,10 @@ class Fit:
 class Finding:
     """The result for one combination of outputs and one direction of the inputs.
 
-    error: of the gradient, times the direction. allowed: the uncertain part of it. size: the sum of the moduli of the
-    terms of the gradient along the direction. is_open: an error beyond allowed was seen, but not by smaller steps.
-    step: the largest component of the direction.
+    row: as in `Combination`. error: the derivative along the direction, minus that by the gradient. allowed: the
+    uncertainty of the error, plus the allowed rounding of the gradient. size: the sum of the moduli of the terms of the
+    gradient along the direction. is_open: the error is large and exceeds `allowed`, but no fit over smaller steps shows
+    one. step: the largest component of the direction.
     """
 
     row: int
@@ -85,7 +87,8 @@ class Finding:
 class Combination:
     """A weighted sum of outputs, or a single output, and its gradient.
 
-    row: the number of a single output; negative for a sum of several. w: the weights, shape (m,).
+    row: the coordinate of a single output; negative for a sum of several. w: the weights, shape (m,). gradient: the VJP
+    of w, shape (n,).
     """
 
     row: int
@@ -108,7 +111,7 @@ def combinations(problem: Problem, seed: int) -> list[Combination]:
 class NotFinite:
     """An entry of a gradient that is not finite.
 
-    row: negative if only a sum of rows shows it. derivative: by differences; None if these do not determine it.
+    row: negative if only a sum of rows shows it. derivative: by differences; None if they do not determine it.
     """
 
     row: int
@@ -117,7 +120,7 @@ class NotFinite:
 
 
 def not_finite(problem: Problem, among: Sequence[Combination]) -> NotFinite | None:
-    """The first entry that is not finite, with its value by differences."""
+    """The first entry that is not finite, with its derivative by differences; None if all are finite."""
     wrong = [one for one in among if not bool(one.gradient.isfinite().all())]
     if not wrong:
         return None
@@ -126,17 +129,18 @@ def not_finite(problem: Problem, among: Sequence[Combination]) -> NotFinite | No
     w = one_row(problem, row).cotangents[0]
     if bool(problem.row(row)[coordinate].isfinite()):
         return NotFinite(-1, coordinate)
-    # All outputs first: zero times an infinite derivative of another row is not finite either.
+    # First a sum of all outputs: if the derivative of another row is infinite, its product with zero is not finite, and
+    # the entry may be right.
     if _derivative(problem, -1, among[0].w, coordinate) is None:
         return NotFinite(row, coordinate)
     return NotFinite(row, coordinate, _derivative(problem, row, w, coordinate))
 
 
 def _derivative(problem: Problem, row: int, w: Tensor, coordinate: int) -> Finding | None:
-    """The derivative of a combination along one coordinate, if differences determine a number of the dtype."""
+    """The derivative of a combination along one coordinate; None unless differences show that it fits in the dtype."""
     alone = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     alone[coordinate] = _scales(problem)[coordinate]
-    w = torch.where(_moved(problem, alone), w, 0.0)  # the others only add their rounding
+    w = torch.where(_moved(problem, alone), w, 0.0)  # outputs that do not change only add their rounding
     found = _finding(problem, row, w, torch.zeros_like(alone), alone)
     if found is None:
         return None
@@ -147,18 +151,18 @@ def _derivative(problem: Problem, row: int, w: Tensor, coordinate: int) -> Findi
 
 
 def _moved(problem: Problem, whole: Tensor) -> Tensor:
-    """Which outputs change along a direction, at two steps to either side: bool, shape (m,)."""
+    """Which outputs change along a direction, for two steps to each side: bool, shape (m,)."""
     base = problem.base()
     moved = torch.zeros_like(base, dtype=torch.bool)
     for step in (0.5, -0.5, 2.0**-4, -(2.0**-4)):
         values = unless_refused(partial(problem.evaluate, False, whole, step))
-        if values is not None:  # otherwise it is beyond the domain of func
+        if values is not None:  # otherwise the point is outside the domain of func
             moved |= values != base
     return moved
 
 
 def findings(problem: Problem, among: Sequence[Combination], seed: int) -> Iterator[Finding]:
-    """One result per combination that differences can resolve."""
+    """Yields one result per combination that differences can resolve."""
     scale = _scales(problem)
     for one in among:
         u = direction(problem.n, seed, PRECISION_STREAM + 16 * (60 + one.row)).to(scale.device)
@@ -169,7 +173,10 @@ def findings(problem: Problem, among: Sequence[Combination], seed: int) -> Itera
 
 
 def entry_of(problem: Problem, row: int, seed: int) -> tuple[int, Finding] | None:
-    """A coordinate of the inputs whose entry in a row is wrong separately: among those that matter most in the row."""
+    """An input coordinate whose entry in a row is wrong, and the result for it; None if none is found.
+
+    Tests the `MOST_ENTRIES` entries with the largest contributions to the row.
+    """
     w, scale = one_row(problem, row).cotangents[0], _scales(problem)
     gradient = problem.row(row)
     for coordinate in (gradient * scale).abs().nan_to_num(0.0).topk(min(MOST_ENTRIES, problem.n)).indices.tolist():
@@ -184,9 +191,9 @@ def entry_of(problem: Problem, row: int, seed: int) -> tuple[int, Finding] | Non
 
 
 def _movement(problem: Problem, row: int, coordinate: int, seed: int) -> float:
-    """How far an entry moves if all elements of the inputs are perturbed by their unit roundoff, times SURE.
+    """The largest change of an entry if all elements of the inputs are perturbed by two unit roundoffs, times `SURE`.
 
-    The rounding of a right gradient is that large if the gradient is ill-conditioned.
+    The rounding error of a right gradient may be that large if the gradient is ill-conditioned.
     """
     own, output = block_with(problem.inputs, coordinate), block_with(problem.outputs, row)
     generator = torch.Generator().manual_seed(seed)
@@ -198,7 +205,7 @@ def _movement(problem: Problem, row: int, coordinate: int, seed: int) -> float:
             (gradient,) = torch.autograd.grad(result, points[own.index])
         except Exception as error:
             raise_unless_of_func(error)
-            continue  # beyond the domain of func
+            continue  # the point is outside the domain of func
         entries.append(float(_part(gradient, coordinate - own.first)))
     return SURE * max(abs(entry - entries[0]) for entry in entries)
 
@@ -215,7 +222,7 @@ def _part(tensor: Tensor, coordinate: int) -> Tensor:
 
 
 def _scales(problem: Problem) -> Tensor:
-    """The largest step of each coordinate: its magnitude, at least a tenth of the mean magnitude of its tensor."""
+    """The scale of each coordinate, shape (n,): its magnitude, at least a tenth of its tensor's root mean square."""
     made = problem.coordinates().abs().clone()
     for block in problem.inputs:
         part = made[block.slice]
@@ -249,10 +256,10 @@ def _both_sides(problem: Problem, whole: Tensor, step: float) -> tuple[Tensor, T
 
 
 def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tuple[int, Numbers] | None:
-    """Steps per halving, and a table of five rows, with one column per step.
+    """Steps per halving, and a table of five rows, with one column per step; None if few steps are usable.
 
-    The rows are: steps; odd part and even part of the change that the gradient does not explain; random rounding and
-    systematic rounding.
+    The rows are: steps; odd part of the change, minus what the gradient explains; even part of the change; random
+    rounding; systematic rounding.
     """
     dtype = max((block.tensor.dtype.to_real() for block in problem.outputs), key=unit_roundoff)
     per_halving, count = STEPS.get(dtype, STEPS[torch.float32])
@@ -265,7 +272,7 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
         step = 2.0 ** (-1 - number / per_halving)
         sides = unless_refused(partial(_both_sides, problem, whole, step))
         if sides is None:
-            continue  # beyond the domain of func
+            continue  # a point is outside the domain of func
         ahead, behind = (side[used] for side in sides)
         if not bool((ahead.isfinite() & behind.isfinite()).all()):
             continue
@@ -274,7 +281,7 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
         even = float(weights @ (ahead + behind - 2 * base) / 2)
         noise = units * torch.maximum(ahead.abs(), behind.abs()).clamp(min=1e-300) * weights.abs()
         still = (ahead - behind).abs() * weights.abs() < STILL * noise
-        # An output that does not change may be what is left after large numbers cancel; it then has their rounding.
+        # An output that does not change may result from the cancellation of large numbers, and has their rounding.
         noise = torch.where(still, torch.maximum(noise, units * weights.abs() * largest), noise)
         rows.append((step, odd, even, float((noise[~still] ** 2).sum() / 6) ** 0.5, float(noise[still].sum())))
     if len(rows) < 5:
@@ -283,7 +290,7 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
 
 
 def _fits(per_halving: int, points: Numbers) -> list[Fit]:
-    """Fits of one, two and three odd powers to windows of steps; uncertainties include changes to neighboring fits."""
+    """Fits of one, two and three odd powers to windows of steps; uncertainties include changes between neighbors."""
     steps = points[0]
     raw: dict[tuple[int, int], tuple[float, float, float]] = {}
     tops = list(range(0, len(steps), max(1, per_halving // 2)))
@@ -302,7 +309,7 @@ def _fits(per_halving: int, points: Numbers) -> list[Fit]:
 
 
 def _fit(points: Sequence[Numbers], terms: int) -> tuple[float, float]:
-    """The coefficient of t in an odd polynomial, and its uncertainty: by rounding, by scatter, and by a kink."""
+    """The coefficient of t in a fitted odd polynomial, and its uncertainty: from rounding, scatter and a kink."""
     steps, odd, even, random, systematic = points
     top = steps.max()
     noise = random + systematic

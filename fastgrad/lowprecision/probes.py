@@ -16,7 +16,7 @@ MOST_ROWS = 2048
 """Largest number of single rows if VJPs of the reference run in batches; each needs 13 runs."""
 
 MOST_SINGLE_ROWS = 256
-"""Largest number of single rows if VJPs of the reference run one by one."""
+"""Largest number of single rows if VJPs of the reference run one at a time."""
 
 MOST_ENTRIES = 1 << 21
 """Largest number of components of VJPs that are compared. Several arrays of this size, of 16 MiB each, are held."""
@@ -25,10 +25,10 @@ DENSE = 5
 """Number of dense grad_outputs, which `_dense` describes."""
 
 LAYOUTS = Layout.NON_CONTIGUOUS, Layout.CONTIGUOUS, Layout.CONTIGUOUS, Layout.OFFSET, Layout.EXPANDED
-"""Their memory layouts."""
+"""The memory layouts of the dense grad_outputs."""
 
 SCALED = 2
-"""The dense grad_output that is `FACTOR` times the one before."""
+"""Index of the dense grad_output that is `FACTOR` times the one before."""
 
 FACTOR = -4.0
 """The factor of the dense grad_output that is a multiple of another one: a power of two, so that it is exact."""
@@ -47,7 +47,7 @@ class Probes:
     text
         A description of the grad_outputs.
     dense
-        Number of grad_outputs that are from `_dense`.
+        Number of grad_outputs from `_dense`; they come first.
     """
 
     cotangents: Tensor
@@ -57,14 +57,14 @@ class Probes:
 
 
 def one_row(problem: Problem, row: int) -> Probes:
-    """The grad_output that is one at one output coordinate."""
+    """A `Probes` with one one-hot grad_output, for output coordinate `row`."""
     cotangent = torch.zeros(1, problem.m, dtype=torch.float64, device=problem.device)
     cotangent[0, row] = 1
     return Probes(cotangent, torch.tensor([row], device="cpu"), f"row {row}", dense=0)
 
 
 def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) -> Probes:
-    """Dense grad_outputs and, unless in fast mode, one per row, or one per group of rows if there are too many."""
+    """Dense grad_outputs and, unless in fast mode, one per row or, if there are too many, one per group of rows."""
     dense = _dense(problem, seed)
     m = problem.m
     if fast_mode:
@@ -83,9 +83,9 @@ def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) ->
 
 
 def row_behind(problem: Problem, cotangent: Tensor, errors: Callable[[Tensor], Tensor]) -> int:
-    """The row that makes a VJP wrong: by bisection, towards the half of the cotangent with the larger error.
+    """The row that makes a VJP wrong, by bisection: it is searched in the half of the cotangent with the larger error.
 
-    errors: of the VJPs of some cotangents, shape (count, m) -> (count,).
+    errors: maps cotangents, shape (count, m), to the errors of their VJPs, shape (count,).
     """
     first, last = 0, problem.m
     while last - first > 1:
@@ -99,7 +99,7 @@ def row_behind(problem: Problem, cotangent: Tensor, errors: Callable[[Tensor], T
 
 
 def random_cotangent(problem: Problem, seed: int, number: int, halved: bool = False) -> Tensor:
-    """A dense grad_output, exact in the dtypes of all outputs; with halved, a random half of it is zero."""
+    """A dense grad_output, exact in the dtypes of all outputs; with halved, a random half of it is zero. Shape (m,)."""
     v = direction(problem.m, seed, PRECISION_STREAM + 16 * number, halved=halved).to(problem.device)
     for block in problem.outputs:
         part = v[block.slice]
@@ -110,7 +110,7 @@ def random_cotangent(problem: Problem, seed: int, number: int, halved: bool = Fa
 def _dense(problem: Problem, seed: int) -> Tensor:
     """The dense grad_outputs: two random ones, `FACTOR` times the second, one with a random half zero, one constant.
 
-    Random ones have magnitudes in [0.5, 1.5). They are passed to backward in LAYOUTS.
+    Random ones have magnitudes in [0.5, 1.5). All are passed to backward in `LAYOUTS`. Shape (DENSE, m).
     """
     first, second = (random_cotangent(problem, seed, number) for number in range(2))
     half = random_cotangent(problem, seed, DENSE, halved=True)

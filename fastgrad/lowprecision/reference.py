@@ -20,10 +20,10 @@ from fastgrad.problem.coordinates import Block, per_coordinate
 from fastgrad.problem.problem import Problem
 
 PIECE = 1 << 20
-"""Numbers of a batch of VJPs at a time: 8 MiB of each intermediate result."""
+"""Largest number of components in a batch of VJPs or of their cotangents: 8 MiB."""
 
 Perturbed = Literal["nothing", "each", "relative to the largest"]
-"""Perturbation of inputs: none, by each element's own unit, or by the unit of the largest of the tensor."""
+"""Perturbation of inputs: none, by each element's own unit, or by the unit of the largest element of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class IncomparableError(Exception):
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """A context without autocast, on every kind of device."""
+    """A context without autocast, on the CPU and on CUDA devices."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -75,11 +75,11 @@ class Coordinates:
         self.largest = per_coordinate(blocks, lambda block: largest_number(block.tensor.dtype), device)
 
     def rounding(self, sizes: Tensor) -> Tensor:
-        """The rounding of numbers of these sizes, shape (..., coordinates)."""
+        """The largest rounding error of numbers of these sizes, shape (..., coordinates)."""
         return self.units * sizes + self.subnormals
 
     def moduli(self, coordinates: Tensor) -> Tensor:
-        """The modulus of the element that each coordinate, in the last dimension, belongs to."""
+        """The modulus of the element to which each coordinate belongs: shape (..., coordinates), as the argument."""
         moduli = coordinates.abs()
         for block in self._blocks:
             if block.is_complex:
@@ -154,7 +154,7 @@ class Products:
         return tuple(outputs)
 
     def _tries_batch(self) -> bool:
-        """Whether a batch of two VJPs gives the results of single ones."""
+        """Whether a batch of two VJPs runs and gives the results of a single VJP."""
         v = torch.ones(2, self._m, dtype=torch.float64, device=self.device)
         batch = unless_refused(partial(self._gradients, self._graph, self._leaves, v, True))
         if batch is None:
@@ -163,11 +163,14 @@ class Products:
         return torch.allclose(batch, single.expand_as(batch), 1e-6, 1e-12, equal_nan=True)
 
     def exact(self, cotangents: Tensor) -> Tensor:
-        """V J for rows of cotangents, shape (count, m): float64, shape (count, n)."""
+        """The VJPs of cotangents, shape (count, m): float64, shape (count, n)."""
         return torch.cat([self._products(self._graph, self._leaves, v) for v in self._pieces(cotangents)])
 
     def draw(self, arithmetic: Arithmetic, cotangents: Tensor, inputs: Perturbed) -> tuple[Tensor, Tensor]:
-        """Outputs and products in perturbed arithmetic; products as from `exact`."""
+        """Outputs, shape (m,), and VJPs, shape (count, n), in perturbed arithmetic: float64.
+
+        Unless inputs is "nothing", both the inputs and the cotangents are perturbed, too.
+        """
         leaves = [self._perturbed(arithmetic, leaf, inputs) for leaf in self._leaves]
         made = []
         with arithmetic:
@@ -228,7 +231,7 @@ class Products:
 
 
 def _coordinates(tensor: Tensor, block: Block) -> Tensor:
-    """Real coordinates in double precision; of a complex tensor, the last dimension is an element's."""
+    """The real coordinates of a tensor in float64; for a complex block, the last dimension is (real, imaginary)."""
     if block.is_complex:
         tensor = tensor if tensor.is_complex() else tensor.to(torch.complex128)
         return torch.view_as_real(tensor.resolve_conj().resolve_neg().to(torch.complex128))

@@ -18,16 +18,16 @@ from fastgrad.problem.second_order import Backward
 from fastgrad.problem.signature import function_name
 
 Wanted = Callable[..., Any] | str | None
-"""A function; "float64": the checked function; None: the checked function, if it runs in double precision."""
+"""A function; "float64": the checked function itself; None: the same, if it runs in double precision."""
 
 MakeReference = Callable[[], Reference]
 
 
 class Doubled:
-    """Copies values, with tensors of lower dtypes in double precision. A tensor that occurs twice has one copy."""
+    """Copies values, with tensors of lower dtypes in double precision. A tensor that occurs twice is copied once."""
 
     def __init__(self, device: str | None) -> None:
-        """device: where all tensors are moved, if anywhere."""
+        """device: the device of all copies; None: each tensor's own."""
         self._device = None if device is None else torch.device(device)
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -76,7 +76,7 @@ def reference_for_call(
     wanted: Wanted,
     device: str | None,
 ) -> Reference:
-    """The reference of a `Call` with these arguments, whose tensors are `checked`."""
+    """The reference of a `Call` with these arguments; `checked`: the tensors of this call that are checked."""
     doubled = Doubled(device)
     function = _function(func, wanted, doubled)
     if isinstance(func, Module) and not isinstance(function, Module) and wrt != "inputs":
@@ -94,7 +94,7 @@ def reference_for_call(
         )
     with torch.no_grad():
         for own, tensor in zip(call.tensors, checked, strict=True):
-            own.copy_(tensor)  # of another module, which has values of its own
+            own.copy_(tensor)  # a module passed as reference may have other values
     return Reference(call, call.tensors, _name(func, wanted))
 
 

@@ -20,7 +20,7 @@ DOUBLE = {
 """The dtype in which a reference computes what a function of a lower dtype computes."""
 
 POOL = 1 << 20
-"""Random factors that are drawn once: 8 MiB."""
+"""Number of random factors in a pool that is drawn once: 8 MiB."""
 
 # fmt: off
 _EXACT = frozenset({
@@ -69,7 +69,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     Attributes
     ----------
     failures
-        Operators whose results could not be perturbed, and were left as they are.
+        Operators whose results could not be perturbed and stayed exact.
     """
 
     failures: set[str]
@@ -77,8 +77,8 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, dtype: torch.dtype, seed: int | None, decomposes: bool = False) -> None:
         """With a seed, results are multiplied by 1 + u or 1 - u at random; without, they are rounded to the dtype.
 
-        decomposes: opaque operators (GELU, layer norm) are computed by the elementary operators that torch's
-        decompositions name, each perturbed.
+        decomposes: composite operators, such as GELU and layer norm, are computed by the elementary operators of
+        torch's decompositions, each of which is perturbed.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._dtype = dtype
@@ -148,7 +148,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def perturbed(self, value: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Perturbs every element by one unit, of itself or of scale, or rounds it; complex elements part by part."""
+        """Every element perturbed by one unit, its own or that of scale, or rounded; complex elements part by part."""
         if value.is_complex():
             parts = torch.view_as_real(value.resolve_conj().resolve_neg())
             made = self._perturbed_parts(parts, (value.abs() if scale is None else scale).unsqueeze(-1))
@@ -163,7 +163,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             return (factors - 1).mul_(scale).add_(value)
         made = factors * value
         if self._dtype is torch.float16:
-            # Below the smallest normal number the distance between numbers stays; signs and zeros are kept.
+            # Below the smallest normal number, the spacing of numbers is constant. Signs and zeros are kept.
             size = value.abs()
             small = size < self._tiny
             if bool(small.any()):
@@ -172,7 +172,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _factors(self, like: Tensor) -> Tensor:
-        """1 + u or 1 - u for each element, by random signs, in the dtype of a tensor."""
+        """1 + u or 1 - u at random for each element of `like`, in its dtype and shape."""
         count = like.numel()
         if count > POOL // 2 or like.dtype is not torch.float64:
             if self._generator is None or self._generator.device != like.device:
@@ -184,7 +184,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _computes(args: tuple[Any, ...]) -> bool:
-    """Whether an operator with these arguments computes with tensors: not one that makes new ones, or selects."""
+    """Whether an operator with these arguments computes with tensors, instead of creating or selecting elements."""
     selecting = "amax", "amin", math.inf, -math.inf
     if any(value in selecting for value in args if isinstance(value, (str, float))):
         return False
@@ -196,7 +196,10 @@ def _computes(args: tuple[Any, ...]) -> bool:
 
 @functools.lru_cache(8)
 def _pool(unit: float, device: torch.device) -> Tensor:
-    """Random factors. Slices at random offsets are used, because drawing new factors takes several times as long."""
+    """`POOL` random factors, each 1 - unit or 1 + unit: float64, shape (POOL,).
+
+    Callers take slices at random offsets, because drawing new factors takes several times as long.
+    """
     signs = torch.empty(POOL, dtype=torch.float64, device=device)
     generator = torch.Generator(device).manual_seed(POOL)
     return signs.bernoulli_(0.5, generator=generator).mul_(2 * unit).add_(1 - unit)

@@ -27,10 +27,10 @@ MOST_OF_SUMS = 4.0
 in a lower dtype rounds more often than an operator of the reference."""
 
 MOST_LOCATED = 4
-"""Number of components that are traced to a row, the worst first."""
+"""Largest number of wrong components that are traced to a row, the worst first."""
 
 MOST_HIDDEN = 0.9
-"""Largest share of the significant entries that rounding may hide; with more, the check is undecided."""
+"""Largest share of the significant entries that rounding may hide; if it hides more, the check is undecided."""
 
 _LAYOUT_NAMES = {
     Layout.NON_CONTIGUOUS: "has gaps between its elements",
@@ -39,7 +39,7 @@ _LAYOUT_NAMES = {
 }
 
 MOST_TIMES = 1e6
-"""A ratio of a difference to its rounding is printed if it is smaller."""
+"""Ratios of a difference to its rounding are printed if they are smaller than this."""
 
 SAME_FACTOR = 0.05
 """Largest relative residual with which a common factor of wrong entries is named."""
@@ -47,7 +47,7 @@ SAME_FACTOR = 0.05
 
 @dataclass
 class Outcome:
-    """The results so far; failure and precision as in a report."""
+    """The results so far; failure and precision are those of a report."""
 
     precision: LowPrecision
     failure: Failure | None = None
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome) -> Comparison:
-    """Compares the VJPs of all probes, and records the result in the outcome."""
+    """Compares the VJPs of all probes, records the result in the outcome and returns the comparison."""
     comparison = Comparison(problem, products, probes)
     ratio, coordinate = comparison.forward()
     outcome.note(
@@ -134,7 +134,7 @@ def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
 
 
 def _judge_not_finite(problem: Problem, found: differences.NotFinite, products: int, outcome: Outcome) -> None:
-    """An entry of a gradient that is not finite is wrong where differences show a derivative that is."""
+    """Records a failure if differences show that the derivative is finite; otherwise, the check is undecided."""
     outcome.note(rows=f"{products} directions, by differences", products=products)
     if found.derivative is not None:
         entry = _entry_by_differences(problem, found.row, found.coordinate, found.derivative)
@@ -150,7 +150,7 @@ def _judge_not_finite(problem: Problem, found: differences.NotFinite, products: 
 
 
 def _entry_by_differences(problem: Problem, row: int, coordinate: int, finding: differences.Finding) -> RoundedEntry:
-    """The entry of a row that differs, for a report."""
+    """The wrong entry of a row, with the derivative by differences as the expected value, for a report."""
     value = float(problem.row(row)[coordinate])
     known = value if math.isfinite(value) else 0.0
     expected, allowed = known + finding.error / finding.step, finding.allowed / finding.step
@@ -261,7 +261,10 @@ def _place(ratio: Tensor) -> tuple[int, int]:
 
 
 def _special_grad_output(comparison: Comparison, wrong: Tensor, outcome: Outcome) -> bool:
-    """Whether gradients are wrong only for one kind of grad_output: non-contiguous, offset, expanded or scaled."""
+    """Whether gradients are wrong only for one kind of grad_output: non-contiguous, offset, expanded or scaled.
+
+    If so, records the failure.
+    """
     some, probes = set(wrong.any(1).nonzero().reshape(-1).tolist()), comparison.probes
     probe = next(iter(some))
     if len(some) == 1 and probe < probes.dense and LAYOUTS[probe] in _LAYOUT_NAMES:
@@ -282,7 +285,7 @@ def _special_grad_output(comparison: Comparison, wrong: Tensor, outcome: Outcome
 
 
 def causes_of(found: Tensor, expected: Tensor) -> tuple[Cause, ...]:
-    """The common property of all wrong entries, if they are zero, or the right values times a constant."""
+    """The cause, if all wrong entries are zero or are the right values times a constant; otherwise empty."""
     if found.numel() < 2:
         return ()
     if not bool(found.any()):

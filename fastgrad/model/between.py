@@ -22,16 +22,16 @@ from fastgrad.model.step import Step
 from fastgrad.report.model_data import Finding, Site
 
 MOST_PARAMETERS = 64
-"""Number of parameters that are examined one by one."""
+"""Largest number of parameters that are examined one by one."""
 
 MOST_CUTS = 32
-"""Number of detached paths that are tried one by one."""
+"""Largest number of detached paths that are tried one by one."""
 
 MOST_SAVED = 32
-"""Number of changed tensors that are tried one by one."""
+"""Largest number of changed tensors that are tried one by one."""
 
 MOST_SITES = 8
-"""Number of places that a finding lists."""
+"""Largest number of places that a finding lists."""
 
 Gradients = list[Tensor | None]
 Result = TypeVar("Result")
@@ -50,7 +50,7 @@ class _Held(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
     @torch_private.hidden_from_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator, or returns its recorded result."""
+        """Runs an operator; for a held event, returns the recorded result instead of the new one."""
         result = func(*args, **(kwargs or {}))
         event, self._event = self._event, self._event + 1
         if event not in self._names:
@@ -71,7 +71,7 @@ class _Held(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _holding(names: dict[int, str], values: dict[int, Any]) -> Iterator[None]:
-    # The hooks make autograd run the same operators as while it was recorded.
+    # With these hooks, autograd runs the same operators as in the recorded step.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), _Held(names, values):
         yield
 
@@ -122,7 +122,7 @@ class LossErrorExperiments:
             yield
 
     def next_to_kink(self, operations: Sequence[str]) -> AbstractContextManager[None]:
-        """A context in which the parameters are next to a kink of the loss; operations: those that may have one."""
+        """A context in which the parameters are next to a kink of the loss; operations: those that may cause it."""
         names = [self.step.names[i] for i in range(len(self.step.parameters)) if self._is_at_kink(i)]
         whose = f" with respect to {_listed(names)}" if names else ""
         cause = f" (probably that of {_listed(operations)})" if operations else ""
@@ -150,7 +150,7 @@ class LossErrorExperiments:
         return parameter < MOST_PARAMETERS and self.whole.has_kink(self.whole.only([parameter]))
 
     def look_at_missing(self) -> None:
-        """Parameters without a gradient: whether the loss depends on them, and where the path ends."""
+        """Reports whether the loss depends on parameters without a gradient and, if so, where their path ends."""
         missing = self.whole.missing()
         if not missing:
             return
@@ -184,7 +184,10 @@ class LossErrorExperiments:
         self.findings.append(Finding("detached", text, _sites(ends), "", names, 1.0))
 
     def _stopped_by_hooks(self, recorder: Recorder, missing: Sequence[int]) -> list[int]:
-        """The parameters whose gradients are zero because of hooks: without hooks they agree with differences."""
+        """The parameters whose gradients are zero because of hooks: without hooks, they agree with differences.
+
+        Also adds the finding.
+        """
         hooks = recorder.hooks.changed()
         gradients = self._record(mutes_hooks=True)[1] if hooks else []
         which = [i for i in missing if hooks and (one := gradients[i]) is not None and bool(one.any())]
@@ -195,7 +198,7 @@ class LossErrorExperiments:
         return which
 
     def _stills(self, detached: Sequence[DetachedPath], which: Sequence[int]) -> bool:
-        """Whether the loss no longer depends on some parameters if the values of these cuts are held fixed."""
+        """Whether the loss no longer depends on some parameters if these detached paths keep their values."""
         return self._while_held(detached, lambda: not self.whole.moves(which)) or False
 
     def _while_held(self, detached: Sequence[DetachedPath], run: Callable[[], Result]) -> Result | None:
@@ -210,7 +213,10 @@ class LossErrorExperiments:
             return None
 
     def _holding(self, detached: Sequence[DetachedPath]) -> Callable[[], AbstractContextManager[None]] | None:
-        """Makes contexts in which cuts keep their values at the current parameters."""
+        """A maker of contexts in which detached paths keep their values at the current parameters.
+
+        None if the model runs other operations than those recorded.
+        """
         around = partial(_holding, {cut.event: cut.name for cut in [*detached, *self.intended_detached]}, {})
         try:
             with self.step.inside(around):
@@ -220,7 +226,7 @@ class LossErrorExperiments:
         return around
 
     def explain(self, along: DirectionalComparison) -> None:
-        """Finds the reason for a wrong derivative along a direction."""
+        """Finds the reason for a wrong derivative along a direction, and adds the findings."""
         wrong = self._wrong_parameters()
         names = tuple(self.step.names[i] for i in wrong)
         recorder, _ = self._record()
@@ -310,7 +316,7 @@ class LossErrorExperiments:
 
 
 def record(step: Step, recorder: Recorder) -> Gradients:
-    """Runs one step recorded; the gradients."""
+    """Runs one step while the recorder records it; returns the gradients."""
     with watched(step, recorder), step.inside(recorder.recording):
         loss = step.loss()
         recorder.use(loss)

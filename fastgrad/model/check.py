@@ -53,7 +53,7 @@ def check_model(
     """Finds the operation of a model whose gradient is wrong, or the reason between operations.
 
     One step of the model is recorded. Each distinct operation (operator, shapes, layouts and other arguments) is
-    checked by itself at its recorded inputs, in double precision if the operation supports it. Then the derivative of
+    checked separately at its recorded inputs, in double precision if the operation supports it. Then the derivative of
     the loss along random directions of all parameters is compared with differences of the loss. If this derivative is
     wrong and all operations are right, experiments look for the reason: saved tensors that were changed before
     backward, paths that autograd does not record, or hooks that change gradients.
@@ -163,7 +163,7 @@ def _whole(
     remarks: list[str],
     explains: bool = False,
 ) -> tuple[EndToEnd, LossErrorExperiments]:
-    """The derivative of the loss, and parameters without a gradient; with explains, also the reason for an error."""
+    """Tests the gradient of the loss and parameters without a gradient; with explains, also looks for a reason."""
     whole = LossDerivatives(step, settings.seed)
 
     def compare() -> list[DirectionalComparison]:
@@ -204,7 +204,7 @@ def _order(operation: Operation) -> tuple[int, float]:
 
 
 def _with_suspect(finding: Finding, operations: list[Operation]) -> Finding:
-    """An unexplained finding, with operations that were not checked, and the one with the largest allowed error."""
+    """The finding; if it is unexplained, with the unchecked operations and the one with the largest accepted error."""
     if finding.kind != "end to end":
         return finding
     omitted = [f"; {one.name} was not checked: {one.detail}" for one in operations if one.verdict == "not checked"]
@@ -232,7 +232,7 @@ def _remarks(recorder: Recorder, step: Step) -> list[str]:
 
 
 def _not_run(step: Step) -> list[str]:
-    """What is undecided because it was not run: it could have side effects, such as a step of an optimizer."""
+    """What is undecided because hooks were not run: they may have side effects, such as a step of an optimizer."""
     names = [name for name, one in step.model.named_parameters() if torch_private.has_accumulation_hooks(one)]
     text = "hooks of register_post_accumulate_grad_hook, which may change gradients, are not run: those of"
     return [f"{text} {', '.join(names)}"] if names else []

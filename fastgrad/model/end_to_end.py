@@ -16,10 +16,10 @@ from fastgrad.model.step import Step
 from fastgrad.report.model_data import EndToEnd
 
 STEPS = {torch.float64: 1e-6, torch.float32: 2.0**-9, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-5}
-"""Step of parameters, relative to their root mean square: where truncation and rounding of the loss balance."""
+"""Step of parameters, relative to their root mean square, at which truncation and rounding of the loss balance."""
 
 SMALLER = 2.0**-6
-"""The second step, relative to the first. It crosses a 64th of the kinks."""
+"""The second step, relative to the first. It crosses a 64th as many kinks."""
 
 ALLOWED = {torch.float64: 1e-4, torch.float32: 2e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
 """Allowed error of a directional derivative, relative to the root of the sum of squares of its terms: kinks that a step
@@ -29,10 +29,11 @@ MOST_AMPLIFIED = 100.0
 """Parameters with small gradients are moved further, at most by this factor."""
 
 NEGLIGIBLE = 1e-6
-"""The share of the derivative below which a gradient is rounding, for example that of a bias before a norm."""
+"""A gradient that contributes less than this, relative to the largest contribution, is rounding, for example that of a
+bias before a norm."""
 
 SMALLEST_MOVE = 1e-2
-"""Step of a parameter whose values are zero (for example a bias), relative to 1."""
+"""Least size of a parameter, to which its steps are relative: its values may be zero, for example those of a bias."""
 
 LARGE_MOVE = 0.5
 """Large step of parameters, relative to their size, which also changes values that are rounded to integers."""
@@ -41,25 +42,25 @@ NEXT_TO = 0.1
 """Distance by which parameters at a kink of the loss are moved, relative to their sizes."""
 
 DEPENDS = 256.0
-"""Least difference of two losses, in units of rounding, that shows a dependence."""
+"""Least difference of two losses, in units of the spacing of numbers of their size, that shows a dependence."""
 
 TINY_STEPS = (2.0**-20, 2.0**-21, 2.0**-22)
-"""Steps, relative to that of such a difference, at which only rounding changes the loss: terms that cancel, for example
-the sum of a normalized batch, are rounded by more than the loss shows."""
+"""Steps, relative to that of such a difference, at which only rounding changes the loss. If terms cancel, for example
+in the sum of a normalized batch, rounding is larger than the size of the loss suggests."""
 
 ABOVE_ROUNDING = 16.0
-"""Least difference of two losses, relative to those at these steps, that shows a dependence."""
+"""Least difference of two losses, relative to those at `TINY_STEPS`, that shows a dependence."""
 
 
 @dataclass
 class DirectionalComparison:
-    """A direction of the parameters, and the derivative along it."""
+    """A direction of the parameters, and the derivatives along it by differences and by autograd."""
 
     vectors: list[Tensor | None]
     numerical: float
     noise: float
     size: float
-    """The root of the sum of squares of the terms by autograd, or the modulus of the difference."""
+    """The root of the sum of squares of the terms by autograd or, if it is larger, the modulus of `numerical`."""
     analytical: float
     allowed: float
 
@@ -70,7 +71,7 @@ class DirectionalComparison:
 
 
 class LossDerivatives:
-    """Derivatives of a step's loss; within `precise`, in double precision if the model supports it.
+    """Derivatives of a step's loss; after `enter_precise`, in double precision if the model supports it.
 
     Attributes
     ----------
@@ -86,13 +87,13 @@ class LossDerivatives:
         self.gradients: list[Tensor | None] = []
 
     def measure(self) -> None:
-        """Takes the gradients."""
+        """Computes the gradients at the current parameters."""
         loss = self._step.loss()
         self.dtype = loss.dtype
         self.gradients = self._step.gradients(loss)
 
     def direction(self, number: int) -> list[Tensor | None]:
-        """Random, for all parameters with gradients, relative to their sizes; larger for those with small gradients."""
+        """A random direction of all parameters with gradients, relative to their sizes; larger for small gradients."""
         moves = [self._uniform(i, number) for i in range(len(self._step.parameters))]
         missing = self.missing()
         shares = [0.0 if g is None else _norm(_real_product(g, u)) for g, u in zip(self.gradients, moves, strict=True)]
@@ -115,7 +116,7 @@ class LossDerivatives:
         return uniform_like(parameter.detach(), self._seed, stream) * max(size, SMALLEST_MOVE)
 
     def along(self, vectors: list[Tensor | None]) -> DirectionalComparison:
-        """Both derivatives along a direction, from eight evaluations: at the step with less noise."""
+        """Both derivatives along a direction, from eight evaluations at two steps; of the step with less noise."""
         found = []
         for step in self._steps():
             coarse, change = self._difference(vectors, 2 * step)
@@ -125,7 +126,7 @@ class LossDerivatives:
         return self.compared(min(found, key=lambda one: one.noise), self.gradients)
 
     def quickly_along(self, vectors: list[Tensor | None]) -> DirectionalComparison:
-        """As `along`, but from two evaluations if they agree with autograd."""
+        """As `along`, but from two or four evaluations if they agree with autograd."""
         for step in self._steps():
             numerical, change = self._difference(vectors, step)
             made = DirectionalComparison(vectors, numerical, self._rounding(change, step), 0.0, 0.0, 0.0)
@@ -152,7 +153,7 @@ class LossDerivatives:
         return replace(along, analytical=analytical, size=size, allowed=allowed)
 
     def _difference(self, vectors: Sequence[Tensor | None], by: float) -> tuple[float, float]:
-        """The central difference, and the size of the loss."""
+        """The central difference, and the sum of the moduli of the two losses."""
         losses = self._loss_at(vectors, by), self._loss_at(vectors, -by)
         return (losses[0] - losses[1]) / (2 * by), abs(losses[0]) + abs(losses[1])
 
@@ -161,7 +162,7 @@ class LossDerivatives:
             return float(self._step.loss().detach())
 
     def at_kink(self, found: Sequence[DirectionalComparison]) -> bool:
-        """Whether the loss has no derivative where it seems wrong: along such directions, or parameters without one."""
+        """Whether there is a kink along a direction with different derivatives, or for parameters without gradients."""
         missing = self.missing()
         suspects = [one.vectors for one in found if not one.agrees] + ([self.only(missing)] if missing else [])
         return any(map(self.has_kink, suspects))
@@ -195,7 +196,7 @@ class LossDerivatives:
         return False
 
     def _change(self, vectors: Sequence[Tensor | None], step: float) -> tuple[float, float]:
-        """The modulus of the difference of two losses, and their size."""
+        """The modulus of the difference of two losses, and the sum of their moduli."""
         slope, size = self._difference(vectors, step)
         return abs(slope) * 2 * step, size
 
@@ -209,7 +210,7 @@ class LossDerivatives:
         return [i for i, g in enumerate(self.gradients) if g is None or not bool(g.any())]
 
     def is_stationary(self) -> bool:
-        """Whether gradients are rightly zero although the loss depends on these parameters: in second order."""
+        """Whether gradients are zero and right although the loss depends on these parameters, in second order."""
         zero = [i for i in self.missing() if self.gradients[i] is not None]
         return bool(zero) and self.moves(zero) and self.along(self.only(zero)).agrees
 

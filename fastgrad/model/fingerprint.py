@@ -11,12 +11,12 @@ from fastgrad.core.torch_private import hidden_from_dynamo
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 1 << 16
-"""Number of random factors that are drawn once."""
+"""Number of random factors of each kind that are drawn once."""
 
 
 @functools.cache
 def _factors(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Random odd integers: multiplication by an odd integer modulo 2^64 loses no information."""
+    """Three vectors of random odd integers, int64, shape (_ROW,): odd factors lose no information modulo 2^64."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**62), 2**62, (3, _ROW), generator=generator, dtype=torch.int64, device="cpu") * 2 + 1
     return drawn[0].to(device), drawn[1].to(device), drawn[2].to(device)
@@ -26,8 +26,7 @@ def _factors(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 def fingerprint(tensor: Tensor) -> int:
     """A sum of a tensor's mixed and weighted bits modulo 2^64, which changes if any one element changes.
 
-    If several elements change, the fingerprint stays the same with a probability of about 2^-64; of elements of 32 bits
-    or fewer, 2^-32.
+    If several elements of b bits change, the fingerprint stays the same with a probability of about 2^-b.
     """
     if tensor.layout is not torch.strided:
         return sum(fingerprint(part) for part in _parts(tensor))

@@ -28,12 +28,12 @@ class Hook:
 
 
 class HookWatch:
-    """Watches hooks.
+    """Watches the hooks of a model that are called with gradients.
 
     Attributes
     ----------
     hooks
-        The hooks that existed before or were registered meanwhile.
+        The hooks that existed before, and those that were registered while they were watched.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class HookWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches the hooks that gradients pass through; around forward and backward."""
+        """A context for forward and backward in which the hooks that get gradients are watched."""
         parameters = [(parameter, name) for name, parameter in self._model.named_parameters()]
         modules = [(module, name) for name, module in self._model.named_modules()]
         names = {id(parameter): name for parameter, name in parameters}
@@ -107,7 +107,7 @@ class HookWatch:
             if not self._mutes:
                 return result
             for tensor, copy in zip(before, kept, strict=True):
-                if not _same(tensor, copy):  # one that is expanded cannot be written to
+                if not _same(tensor, copy):  # an expanded tensor could not be written to
                     tensor.detach().copy_(copy)
             return None
 

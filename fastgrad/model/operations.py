@@ -27,8 +27,8 @@ from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 
 SCREEN_ERROR = 1e-6
-"""The error of v^T J u, relative to its terms, up to which an operator of torch is right: a hundred times the error of
-differences in double precision for smooth functions, a thousandth of the allowed error of entries."""
+"""The error of v^T J u, relative to its terms, up to which an operator of torch counts as right: a hundred times the
+error of differences in double precision for smooth functions, a thousandth of the allowed error of entries."""
 
 SCREEN_STEPS = (1.0, 2.0**-7)
 """Steps, relative to eps. The smaller step crosses a hundredth of the kinks, and its rounding is still only 1e-8."""
@@ -39,13 +39,13 @@ NEXT_TO = 1e-2
 
 
 LARGE = 1 << 20
-"""A custom Function whose inputs hold at least this many numbers is checked in full only on some of the rows."""
+"""If the inputs of a custom Function hold at least this many numbers, only the first rows are checked in full."""
 
 FEWER = 8
-"""Then one in this many rows is checked in full."""
+"""The number of all rows, divided by the number of those first rows."""
 
 ON_FEWER_ROWS = "v^T J u agrees for all rows; only the first rows were checked in full"
-"""The text for such an operation in the table."""
+"""The text for an operation of which only the first rows were checked in full, in the table."""
 
 AT_KINK = "differences at its inputs do not agree, as at a kink or a jump, so it was checked next to its inputs"
 """The text for an operation that was checked at moved inputs."""
@@ -56,7 +56,7 @@ class _Screen:
     error: float
     """The error of v^T J u, relative to the root of the sum of squares of its terms."""
     scale: float
-    """A typical entry of J^T v, or of the differences in its place."""
+    """The size of a typical entry of J^T v, from the gradient or, if this is larger, from the differences."""
     agrees: bool
     evaluations: int = 0
     vjps: int = 0
@@ -135,7 +135,7 @@ def _checked(
 def _fewer_rows(
     call: Call, func: Callable[..., Any], leaves: list[Tensor]
 ) -> tuple[list[Tensor], Callable[..., Any]] | None:
-    """A large operation on the first rows of its inputs; None if it is small, or gives other results for them."""
+    """A large operation on the first rows of its inputs; None if it is small, or gives other results for these rows."""
     if sum(leaf.numel() for leaf in leaves) < LARGE:
         return None
     outputs = [one.detach() for one in as_tuple(func(*leaves)) if isinstance(one, Tensor)]
@@ -154,7 +154,7 @@ def _fewer_rows(
 
 
 def _report(func: Callable[..., Any], leaves: list[Tensor], settings: Settings, scale: float) -> Report:
-    """The full check, in fast mode; scale: of entries."""
+    """The report of a check in fast mode; scale: the size of typical entries, by which atol is multiplied."""
     return check(
         func,
         tuple(leaves),
@@ -168,7 +168,7 @@ def _report(func: Callable[..., Any], leaves: list[Tensor], settings: Settings, 
 
 
 def _moved(leaves: list[Tensor], settings: Settings) -> list[Tensor]:
-    """Points next to the inputs, which in a model are often at kinks or jumps, for example zeros after a relu."""
+    """Points next to the inputs: in a model, inputs are often at kinks or jumps, for example zeros after a relu."""
     moved = []
     for i, leaf in enumerate(leaves):
         value = leaf.detach()
@@ -205,7 +205,7 @@ def _along(problem: Problem, settings: Settings, eps: float, v: Tensor, gradient
 
 
 def _linear_error(func: Callable[..., Any], leaves: list[Tensor], settings: Settings) -> float:
-    """For a view, which is linear for all values: v^T J u against v^T func(u), relative to their terms."""
+    """The difference of v^T J u and v^T func(u), relative to the terms: a view is linear, so both should be equal."""
     number = count(1)
 
     def drawn(tensor: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def _linear_error(func: Callable[..., Any], leaves: list[Tensor], settings: Sett
 
 
 def _product(left: Tensor, right: Tensor) -> tuple[float, float]:
-    """The product of two random tensors, and about the root of the sum of squares of its terms."""
+    """The dot product of two random tensors, and an estimate of the root of the sum of squares of its terms."""
     a, b = left.detach().reshape(-1), right.reshape(-1)
     norms = float(torch.linalg.vector_norm(a)) * float(torch.linalg.vector_norm(b))
     return float(torch.dot(a, b)), norms / math.sqrt(max(1, a.numel()))
@@ -273,7 +273,10 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
 
 
 def _finite(result: Any, number: int, unbounded: dict[int, Tensor | None]) -> Any:
-    """A result without the elements that were infinite (for example -inf of a mask), which have no derivative."""
+    """A result in which elements that were not finite in the first call, such as -inf of a mask, are zero.
+
+    They have no derivative. unbounded: where they are, by the number of the result.
+    """
     if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
         return result
     if number not in unbounded:

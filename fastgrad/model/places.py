@@ -14,7 +14,7 @@ from fastgrad.core.torch_private import hidden_from_dynamo
 from fastgrad.report.model_data import Site
 
 _STEP = f"{PACKAGE}model/step.py"
-"""The name of the function that calls the model."""
+"""The file of `Step.loss`, which calls the model."""
 
 _TORCH = torch.__file__.removesuffix("__init__.py")
 """The directory of torch's code."""
@@ -25,7 +25,7 @@ _WITH_CONSTANTS = {
     f"{_TORCH}nn/functional.py": "_no_grad_embedding_renorm_",
 }
 """Code of torch that holds values constant on purpose: files, and how names of functions begin. None of it calls code
-of the user, which would have no frame of its own if it is implemented in C++."""
+of the user: code in C++ would have no frame, and could not be distinguished."""
 
 
 class Places:
@@ -33,7 +33,7 @@ class Places:
 
     def __init__(self, model: Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._path: list[tuple[str, FrameType | None, bool]] = []  # name, the user's code that called it, grad mode
+        self._path: list[tuple[str, FrameType | None, bool]] = []  # name, caller's frame, grad mode
 
     def enter(self, module: Module, args: Any) -> None:
         """Called before a module runs."""
@@ -58,7 +58,7 @@ class Places:
     def holds_constants(self) -> bool:
         """Whether code of torch runs that holds values constant on purpose.
 
-        No code of the user may run within the module, such as a hook or an activation, or have disabled gradients
+        False if code of the user runs within the module, such as a hook or an activation, or has disabled gradients
         around it.
         """
         if not self._path or not self._path[-1][2] or self._path[-1][1] is not _user_frame():

@@ -22,7 +22,7 @@ from fastgrad.problem.arguments import Rebuild, flatten
 from fastgrad.report.model_data import Site
 
 MOST_SITES = 8
-"""Number of places that are kept per operation."""
+"""Largest number of places, and of further calls of a custom Function, that are kept per operation."""
 
 _OF_CUSTOM_OPERATOR = "torch._library.autograd"
 """The module of the Functions that torch makes for operators of `torch.library`."""
@@ -87,7 +87,7 @@ class DetachedPath:
     parameters: int
     """One bit for each parameter that its result depends on."""
     alias: weakref.ref[Tensor] | None
-    """Its only result."""
+    """Its result, if it has only one and all of it is detached."""
     is_intended: bool
     """Whether torch does this on purpose, for example in spectral norm, or for the padding row of an embedding."""
 
@@ -219,7 +219,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         if _name_of(func) in _ONLY_SHAPES:
             return False
         if not needs_grad:
-            return lost  # an alias made by .data: the first operator that sees it
+            return lost  # for an alias made by .data: at the first operator that gets it
         return not recording or _is_detach(func) or not _has_derivative(func, outputs)
 
     def _look_up(self, tensors: Sequence[Tensor]) -> tuple[int, bool]:
@@ -278,7 +278,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _keep(self, name: str, target: Any, arguments: Any) -> Call:
-        """The call of an operation: copies of its arguments, if it is the first of its kind."""
+        """The call of an operation; if it is the first of its kind, with copies of its arguments."""
         found: list[tuple[str, Tensor]] = []
         rebuild = flatten(arguments, "", lambda tensor: True, found)
         plain = arguments if rebuild is None else rebuild(iter([_Placeholder()] * len(found)))
@@ -327,12 +327,12 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: Tensor) -> Saved:
         if self.detached and self.detached[-1].alias is not None and self.detached[-1].alias() is tensor:
-            self._aliases[id(tensor)] = self.detached.pop()  # a detach of autograd itself, unless the result is used
+            self._aliases[id(tensor)] = self.detached.pop()  # a detach by autograd itself, unless its result is used
         return self.saved.pack(tensor)
 
 
 class _Placeholder:
-    """The part of a tensor in the key of an operation."""
+    """Stands for a tensor in the key of an operation."""
 
     def __repr__(self) -> str:
         return "tensor"

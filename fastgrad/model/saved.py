@@ -55,7 +55,7 @@ class SavedWatch:
     all
         All saved tensors, in the order of saving.
     events
-        Number of operators that have run; the user of this class counts them.
+        Number of operators that have run; the owner of this object counts them.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class SavedWatch:
         return next((by for event, at, by in self._writes if event >= saved.event and at == where), "")
 
     def look(self, writer: Callable[[], str]) -> None:
-        """Finds the writer of watched tensors since the last call."""
+        """Records the writer of watched tensors that have changed since the last call."""
         for number in self._watched:
             if number < len(self.all) and not self.all[number].writer:
                 saved = self.all[number]
@@ -111,13 +111,13 @@ class SavedWatch:
                     saved.writer = writer() if fingerprint(saved.tensor) != saved.bits else ""
 
     def by_nobody(self) -> str:
-        """The possible writer of a change between two events."""
+        """A description of what may have changed a tensor between two events."""
         return f"code that is not an operator of torch, before {self._places.text()},"
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """A context without modes."""
+    """A context without modes, in which autograd records nothing."""
     with torch_private.no_modes(), torch.no_grad():
         yield
 

@@ -37,7 +37,7 @@ class Step:
     names, parameters
         The parameters that require grad and their names. A shared parameter occurs once.
     evaluations
-        Calls of the model.
+        Number of calls of the model.
     unscaled
         Modules with ``scale_grad_by_freq``, by name. It is switched off, because it divides gradients by design.
     around
@@ -117,7 +117,7 @@ class Step:
         return [(buffer, buffer.detach().clone()) for buffer in self.model.buffers() if not buffer.is_meta]
 
     def inside(self, around: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-        """Runs each call of the model in a context."""
+        """A context in which each call of the model runs in a context that `around` makes."""
         return _swapped(self, "around", around)
 
     def keeps_hooks(self) -> AbstractContextManager[None]:
@@ -147,7 +147,7 @@ class Step:
         kept = [(table, dict(table)) for table in tables if table]
         try:
             for table, _ in kept:
-                table.clear()  # for example, an optimizer that steps within backward
+                table.clear()  # they may have side effects, such as a step of an optimizer
             if loss.requires_grad:
                 loss.sum().backward()  # type: ignore[no-untyped-call]
         finally:
@@ -231,7 +231,7 @@ class _InDouble(TorchFunctionMode):
 
 
 def _double_type(value: Any) -> Any:
-    """An argument of `Tensor.type`, where torch.FloatTensor and "torch.FloatTensor" are those of double precision."""
+    """An argument of `Tensor.type`: for torch.FloatTensor or "torch.FloatTensor", the name of the double type."""
     is_type = isinstance(value, type(torch.FloatTensor))
     name = f"{value.__module__}.{value.__name__}" if is_type else value
     return _LOWER_TYPE.sub("DoubleTensor", name) if isinstance(name, str) else value

@@ -24,8 +24,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 """Types whose repr is the same in each process and identifies the value."""
 
 _DIGITS = 12
-"""Number of hexadecimal digits of a digest. Among a million values, two have the same digest with a probability of
-about 1e-3."""
+"""Number of hexadecimal digits of a digest. If there are a million values, the probability that any two of them
+have the same digest is about 2e-3."""
 
 _LONGEST = 80
 """Largest number of characters of a value that messages show instead of its digest."""
@@ -118,7 +118,7 @@ def _held_by(value: Any) -> Sequence[Any]:
         return [value.__module__, value.__qualname__, *own]
     if isinstance(value, staticmethod):
         return [value.__func__]
-    owner = getattr(value, "__self__", None)  # of a Function's apply
+    owner = getattr(value, "__self__", None)  # the class, if this is the apply of a custom Function
     return [getattr(value, "__qualname__", ""), owner if isinstance(owner, type) else None]
 
 

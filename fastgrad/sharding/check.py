@@ -52,4 +52,4 @@ def in_parts(
                 return run(Partition(workers, file))
         finally:
             if workers is not None:
-                random.restore()  # func drew random numbers only on some ranks; all must continue alike
+                random.restore()  # func drew random numbers on some ranks only; all must continue in one state

@@ -109,7 +109,7 @@ class Checkpoint:
             self._path.unlink(missing_ok=True)
 
     def take(self, work: str, first: int, last: int) -> list[Part]:
-        """Parts of items first, ..., last - 1 that an earlier run stored, without overlaps; each is given only once."""
+        """Parts of items first, ..., last - 1 that an earlier run stored, without overlaps; each is returned once."""
         known, found, end = self._known.get(work, []), [], first
         within = (part for part in known if first <= part.first and part.last <= last)
         for part in sorted(within, key=lambda part: (part.first, part.id)):
@@ -130,7 +130,7 @@ class Checkpoint:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Raises ValueError if the file cannot be read."""
+        """A context that raises ValueError if the file cannot be read."""
         try:
             yield
         except sqlite3.Error as error:
@@ -140,7 +140,7 @@ class Checkpoint:
         return ValueError(f"checkpoint: {self._path} is damaged: {error}. Remove the file, or pass another path.")
 
     def discard(self, parts: Sequence[Part]) -> None:
-        """Removes parts that differ from newly computed ones."""
+        """Removes the given parts, which the caller found to differ from newly computed ones."""
         ids = [(part.id,) for part in parts]
         self._attempt(lambda: self._database.executemany("DELETE FROM part WHERE id = ?", ids))
 

@@ -23,13 +23,14 @@ Store = Callable[[slice, Tensor], None]
 """Writes the results of items to their positions."""
 
 Keep = Callable[[int, int, Tensor], None]
-"""Stores the items from the first number to the one before the second in a checkpoint."""
+"""Stores items begin, ..., end - 1 in a checkpoint; takes begin, end and the results."""
 
 WORTH_SHARING = 0.02
-"""Work that takes longer than this on one rank (plus the time to send it) is shared; about ten messages."""
+"""Seconds. Work is shared if it takes longer on one rank than this plus the time to send it: the time of about ten
+messages."""
 
 WORTH_KEEPING = 1.0
-"""Work that takes longer than this is saved in a checkpoint. A killed process may lose this much work in any case."""
+"""Seconds. Work that takes longer is saved in a checkpoint. A killed process may lose this much work in any case."""
 
 _BYTES_A_SECOND = 50e6
 """Bytes per second through the store, to it and from it: a quarter of the rate measured on one machine, so that it
@@ -115,7 +116,7 @@ class PartitionedProblem(Problem):
 
     @property
     def evaluations(self) -> int:
-        """Calls of func so far, on all ranks and before the checkpoint."""
+        """Calls of func so far, on all ranks and for results from the checkpoint."""
         return super().evaluations + self._evaluations_elsewhere
 
     @phase("numerical columns")
@@ -243,7 +244,7 @@ class PartitionedProblem(Problem):
         Returns
         -------
         bool
-            False if something is unusual, and all must be done in one piece.
+            False if something is unusual: then everything must be done in one piece.
         """
         first, last = items
         start = clock(self.device)
@@ -345,7 +346,7 @@ def _keep_nothing(begin: int, end: int, found: Tensor) -> None:
 
 
 def _begins_with(values: Tensor, head: Tensor) -> bool:
-    """Whether the first numbers are those of `head`, bit by bit."""
+    """Whether the first numbers are those of `head`, bit for bit."""
     stored, now = values.reshape(-1)[: head.numel()], head.cpu().reshape(-1)
     return stored.numel() == now.numel() and torch.equal(stored.view(torch.int64), now.view(torch.int64))
 

@@ -27,23 +27,23 @@ _START_SECONDS = 15.0
 """Half of the allowed time difference between the calls of the ranks."""
 
 _BEAT_SECONDS = 1.0
-"""Seconds between heartbeats of a rank, and between two looks at the heartbeats of other ranks."""
+"""Seconds between heartbeats of a rank, and between two checks of the heartbeats of other ranks."""
 
 _LOST_SECONDS = 8.0
-"""A rank counts as lost if it gives no sign of life for this many seconds, and for the time of this many calls of func:
-"""
+"""A rank counts as lost if it sends no heartbeat for this many seconds, and for the time of `_LOST_CALLS` usual calls
+of func."""
 
 _LOST_CALLS = 20
 
 _HUNG_SECONDS = 18.0
-"""A rank stops giving signs of life if a call of func or of a backward takes more than this many seconds, and more than
-the time of `_HUNG_CALLS` usual calls of func. With the seconds above, and those between two polls, this is less than
-30 seconds."""
+"""A rank stops sending heartbeats if a call of func or of a backward takes more than this many seconds, and more than
+the time of `_HUNG_CALLS` usual calls of func. Together with the seconds above and those between two checks, this is
+less than 30 seconds."""
 
 _HUNG_CALLS = 20
 
 _FIRST_CALL_SECONDS = 600.0
-"""The same until the first call has ended, which may compile func."""
+"""The same limit until the first call has ended: this call may compile func."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-4, 5e-2
 """Seconds between two polls for a message: a tenth of the time waited so far, within these limits."""
@@ -160,7 +160,7 @@ class Workers(Ranks):
         work
             What to do, without bounds.
         items
-            Ranges of them: the first, and the one after the last.
+            Ranges of items: the first, and the one after the last.
         seconds
             Time of one item.
         run
@@ -172,7 +172,7 @@ class Workers(Ranks):
         Returns
         -------
         bool
-            False if a part is unusual: then all must be done here.
+            False if a part is unusual: then everything must be computed here.
         """
         number = next(self._numbers)
         bounds = tuple(in_parts(items, seconds, self.count))
@@ -217,7 +217,7 @@ class Workers(Ranks):
         key = f"work {number}"
         first = self._store.get(key)
         self._put(key, None)
-        # A rank that is late may be about to read them.
+        # Only then are further entries deleted: a late rank may be about to read them.
         if self._store.add(f"{key} was read", 0) == self.count - 1:
             self._delete_rest(key, first)
 
@@ -266,7 +266,7 @@ class Workers(Ranks):
 
     def _wait(self, key: str) -> bytes:
         begin = looked = time.monotonic()
-        while not self._store.check([key]):  # a `get` that comes too early prints warnings, second by second
+        while not self._store.check([key]):  # a `get` that waits prints a warning every second
             now = time.monotonic()
             if now - looked > _BEAT_SECONDS:
                 self._look_for_trouble()
@@ -336,7 +336,7 @@ def _call_of_the_callers(thread: int) -> FrameType | None:
 
 
 def in_parts(items: Sequence[tuple[int, int]], seconds: float, ranks: int) -> Iterator[tuple[int, int]]:
-    """Ranges of items in parts for some ranks; seconds: time per item."""
+    """Yields the parts of ranges of items, as (begin, end), for this many ranks; seconds: time per item."""
     count, (shortest, longest) = sum(last - first for first, last in items), _PART_SECONDS
     wanted = max(shortest, min(longest, count * seconds / (ranks * _PARTS_PER_RANK)))
     size = max(1, min(-(-count // ranks), int(wanted / max(seconds, 1e-9))))

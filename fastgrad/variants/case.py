@@ -18,8 +18,8 @@ from fastgrad.report.variants import VariantVerdict
 Family = Literal["state", "points", "layouts", "derivatives", "compiled"]
 
 SPREADS = 0.05, -0.05
-"""Largest relative distance of values next to the given ones. They are larger, or smaller if func is not finite there.
-"""
+"""Largest relative distance of values next to the given ones. These values are larger or, if func is not finite there,
+smaller."""
 
 
 class NotApplicableError(Exception):
@@ -107,12 +107,12 @@ class Subject:
         return func
 
     def neighbor(self) -> Callable[[tuple[Any, ...]], list[Any]]:
-        """Makes differentiable arguments a few percent away from the given ones, at which func is finite.
+        """A function from arguments to arguments a few percent away, at which func is finite; it is differentiable.
 
         Raises
         ------
         NotApplicableError
-            func raises there, or is not finite.
+            func raises or is not finite at such arguments.
         """
         generator = torch.Generator().manual_seed(self.seed)
         drawn = [torch.rand(x.shape, generator=generator, dtype=torch.float64) for x in self.inputs]
@@ -178,7 +178,7 @@ class Variant:
 
 
 def as_given(**keywords: Any) -> Callable[[Subject], Case]:
-    """Makes the case of the given function and inputs, checked with some keywords."""
+    """A maker of the case with the given function and inputs, checked with some keywords."""
     return lambda subject: Case(subject.func, subject.inputs, keywords)
 
 

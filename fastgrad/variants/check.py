@@ -103,7 +103,7 @@ def check_variants(
         if begin - start > seconds:
             rows.append(VariantRow(variant.family, variant.name, "not run", f"{seconds:g} s have elapsed", 0.0))
             continue
-        with SavedState(func, subject.inputs):  # modules' buffers among them
+        with SavedState(func, subject.inputs):  # including the buffers of modules
             found = _outcome(variant, subject, {**keywords, "seed": seed})
         took = time.perf_counter() - begin
         rows.append(VariantRow(variant.family, variant.name, found.verdict, found.detail, took, found.report))
@@ -214,7 +214,7 @@ def _of_exception(variant: Variant, case: Case, error: Exception, is_of_func: bo
         return Outcome("passed", "backward raises, as it should")
     if _does_not_exist(variant, error):
         return Outcome("not applicable", text)
-    if variant.is_elsewhere and is_of_func:  # also next to the point: at zeros, -eps may be outside of func's domain
+    if variant.is_elsewhere and is_of_func:  # or next to the point: for zeros, -eps may be outside func's domain
         return Outcome("not applicable", f"func raises {text}")
     found: list[tuple[str, Tensor]] = []
     try:

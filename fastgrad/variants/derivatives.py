@@ -51,7 +51,7 @@ def _by_func_vjp(subject: Subject) -> Case:
 
 
 def _under_vmap(subject: Subject) -> Case:
-    """Two calls as one batch."""
+    """Two calls of func, at the inputs and next to them, as one batch."""
     neighbor, differentiable = subject.neighbor(), _differentiable(subject)
 
     def func(*arguments: Any) -> Any:
@@ -85,7 +85,10 @@ def _only_input(number: int) -> Callable[[Subject], Case]:
 
 
 def of_inputs(subject: Subject) -> list[Variant]:
-    """Each checked input alone, if there are several: tests code that runs only if a gradient is needed."""
+    """One variant per checked input, if there are several, in which no other one requires grad.
+
+    Tests code that runs only if a gradient is needed.
+    """
     numbers = range(len(subject.checked)) if len(subject.checked) > 1 else ()
     return [Variant("derivatives", f"input {subject.checked[k]} alone", _only_input(k)) for k in numbers]
 

@@ -39,7 +39,7 @@ class Examined:
 
 
 def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> Examined | None:
-    """Examines every entry from both sides; None if there are too many. A complex number is two real ones.
+    """Examines every entry from both sides; None if there are too many. A complex number counts as two real ones.
 
     An entry whose effect on the output is smaller than its rounding counts as one without a derivative.
     An output has a derivative if it has one along each coordinate, and if these add up along other directions. For
@@ -62,10 +62,10 @@ def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> Examined | No
             slope, agree = _slope(problem, u)
             adds_up &= agree & ((slope - slopes @ u).abs() <= _allowed(slopes.abs() @ u.abs()))
         rounding = ROUNDING * problem.unit_roundoff * problem.base().cpu().abs() / (STEP * FINER)
-    # An entry that is small beside the output may not change a single bit of it.
+    # The effect of an entry that is much smaller than its output may be less than one bit of the output.
     shown = rounding.unsqueeze(1) / scale <= _allowed(torch.maximum(slopes.abs(), gradient.abs().nan_to_num(0.0, 0.0)))
     exists = smooth & adds_up.unsqueeze(1) & shown
-    # A grad_output of zero times an infinite derivative is NaN, in the whole column.
+    # Zeros of a grad_output times an infinite derivative are NaN, and affect the whole column.
     spoilt = ~exists.all(0) & ~gradient.isfinite()
     wrong = exists & ~spoilt & ~((gradient - slopes).abs() <= _allowed(slopes.abs()))
     return Examined(int((~exists).sum()), int(wrong.sum()))
@@ -76,7 +76,7 @@ def _allowed(size: Tensor) -> Tensor:
 
 
 def _slope(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The slopes of all outputs along a direction, and where both sides and both steps agree."""
+    """The slopes of all outputs along a direction, and where both sides and both steps agree: shape (m,) each."""
     base, u = problem.base().cpu(), u.to(problem.device)
     sides = [
         sign * (problem.evaluate(True, u, sign * step).cpu() - base) / step

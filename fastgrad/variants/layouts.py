@@ -12,7 +12,7 @@ from fastgrad.problem.validation import is_differentiable
 from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
 
 MOST_ALONE = 6
-"""Number of inputs that get each layout alone."""
+"""Largest number of inputs for which each layout is tested separately."""
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """Memory formats by the number of dimensions."""
@@ -36,7 +36,7 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _through(view: Callable[[Tensor], Tensor], base: Callable[[Tensor], Tensor]) -> Make:
-    """Inputs made inside func, because no leaf can have this layout; view: differentiable, and the inverse of base."""
+    """Makes inputs inside func, because no leaf can have this layout; view: differentiable, and the inverse of base."""
 
     def make(subject: Subject, chosen: set[int]) -> Case:
         def func(*arguments: Any) -> Any:
@@ -123,7 +123,7 @@ def _applies(make: Make, subject: Subject, i: int) -> bool:
 
 
 def of_inputs(subject: Subject) -> list[Variant]:
-    """Each layout for one input alone, if there are several: tests code that looks at the layout of another input."""
+    """Variants with each layout for one input only, if there are several: test code that assumes one layout for all."""
     positions = _strided(subject)
     return [
         Variant("layouts", f"{name}, input {i} alone", _of(make, {i}), is_elsewhere)

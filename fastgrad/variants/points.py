@@ -1,4 +1,4 @@
-"""Variants of the point: points with wrong gradients that random numbers do not show."""
+"""Variants of the point: points where gradients may be wrong although they are right at random points."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant, as_given
 
 LARGE, TINY = 1e3, 1e-3
-"""Factors of the given values."""
+"""Factors by which the given values are multiplied."""
 
 
 def _is_positive(tensor: Tensor) -> bool:
