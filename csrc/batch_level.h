@@ -1,4 +1,4 @@
-// torch's own level of vectorization, as torch.autograd.grad takes it for is_grads_batched.
+// torch's own level of vectorization, which torch.autograd.grad uses for is_grads_batched.
 #pragma once
 
 #include <ATen/LegacyVmapMode.h>

@@ -28,7 +28,7 @@ bool has_its_storage(const at::Tensor& values) {
   return !values.has_storage() || bytes_reached(values) <= static_cast<int64_t>(values.storage().nbytes());
 }
 
-// The memory of an argument that its coordinates lie in.
+// The memory that holds the coordinates of an argument.
 const at::Tensor& checked_values(const at::Tensor& argument, const std::optional<at::Tensor>& values) {
   const at::Tensor& found = values ? *values : argument;
   check_differentiable("InputBlock", "values", found);

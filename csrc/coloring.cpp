@@ -82,8 +82,8 @@ std::vector<int64_t> largest_first(const Pattern& pattern) {
   return order;
 }
 
-// First fit in the given order; returns the number of colors. 64 colors are assigned at a time: then it is enough to
-// know, for each target, which of these 64 it has. If a vertex fits none of them, its first target mostly shows this.
+// First fit in the given order; returns the number of colors. 64 colors are assigned at a time, so that one word
+// per target says which of them it has. If no color fits a vertex, its first target usually shows this.
 int64_t first_fit(const Pattern& pattern, std::vector<int64_t> waiting, int64_t* colors) {
   constexpr uint64_t full = std::numeric_limits<uint64_t>::max();
   std::vector<uint64_t> taken(pattern.targets);
@@ -176,7 +176,8 @@ class Stars {
       refused[own] = vertex;
       const bool has_others = count(vertex, own) > 1;
       for (const Leaves& leaves : leaves_[neighbor]) {
-        // Several leaves have no further neighbor of the color of their hub; a single one may.
+        // If the hub has several leaves of this color, none of them has another neighbor of the hub's color. A single
+        // leaf may have one.
         if (has_others || (leaves.count == 1 && count(leaves.last, own) > 1)) {
           refused[leaves.color] = vertex;
         }
@@ -217,10 +218,10 @@ at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t ta
     bound = std::max(bound, count);
   }
   if (bound <= 1) {
-    return at::zeros({pattern.vertices}, at::kLong);  // no two share a target
+    return at::zeros({pattern.vertices}, at::kLong);  // no two vertices share a target
   }
   if (bound == pattern.vertices) {
-    return at::arange(pattern.vertices, at::kLong);  // one target has them all
+    return at::arange(pattern.vertices, at::kLong);  // one target has all vertices
   }
   const at::Tensor natural = at::empty({pattern.vertices}, at::kLong);
   std::vector<int64_t> order(pattern.vertices);

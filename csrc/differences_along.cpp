@@ -32,12 +32,12 @@ struct TwoPoints {
   at::Tensor derivative, noise, base, plus, minus;  // float64, shape (coordinates of the output,)
   double step;
   double ulp;    // the relative spacing of the output's dtype
-  double curve;  // relative to the derivative: one-sided derivatives of a smooth function are no further off
+  double curve;  // bound of the distance of a smooth function's one-sided derivatives, relative to the derivative
 };
 
 // derivative = (plus - minus) / (2 step); noise becomes at least the distance of the one-sided derivatives from it, if
 // this is more than curvature and rounding explain. At an extremum, a smooth function is curved although its derivative
-// is zero. So the root mean square of all derivatives counts in addition to the output's own. A NaN stays NaN.
+// is zero. Therefore, the root mean square of all derivatives counts in addition to the output's own. A NaN stays NaN.
 void two_points(const TwoPoints& at) {
   const int64_t count = at.derivative.numel();
   const double half = 1 / (2 * at.step);
@@ -68,20 +68,20 @@ void two_points(const TwoPoints& at) {
   const double root = std::sqrt(static_cast<double>(std::max<int64_t>(1, count)));
   const at::Tensor usual = at::linalg_vector_norm(at.derivative).div_(root);
   if (at.derivative.is_cpu() && bend.max().item<double>() <= at.curve * usual.item<double>()) {
-    return;  // no output is curved that much; testing each would wait for a device
+    return;  // no output is curved that much; on a device, this test would wait
   }
   at.minus.copy_(at.derivative).abs_().add_(usual).mul_(at.curve).add_(at.base.abs(), 32 * at.ulp / at.step);
   bend.masked_fill_(bend <= at.minus, 0.0);
   at.noise.copy_(at::maximum(at.noise, bend));
 }
 
-// Errors of one-sided derivatives with step h' along the other directions of a screening, estimated from the first
-// direction. Errors by curvature are proportional to h', and errors by rounding to 1 / h'. The fields are squares of
-// 2-norms, for h' equal to the step of the first direction.
+// Estimated errors of one-sided derivatives with step h' along the other directions. The estimate comes from the first
+// direction. The curvature error is proportional to h', the rounding error to 1 / h'. Both fields are squared 2-norms,
+// for h' equal to the step of the first direction.
 struct OneSidedError {
   double curvature = 0.0, rounding = 0.0;
 
-  // The best ratio of h' to the step, a power of two, at most 1 / 2; nothing if the error is more than the budget.
+  // The best ratio of h' to the step, a power of two, at most 1 / 2; nothing if the error exceeds the budget.
   std::optional<double> share(double budget) const {
     constexpr int smallest = -12;
     if (!(curvature < std::numeric_limits<double>::infinity()) ||
@@ -99,7 +99,7 @@ struct OneSidedError {
   }
 };
 
-// The smallest multiple of a step, up to a limit, at which rounding of the outputs leaves half of the budget.
+// The smallest multiple of a step, up to a limit, at which rounding of the outputs takes at most half of the budget.
 double step_above_rounding(double step, const at::Tensor& base, double ulp, double budget) {
   constexpr double limit = 64;
   const double* const y = base.const_data_ptr<double>();
@@ -113,8 +113,8 @@ double step_above_rounding(double step, const at::Tensor& base, double ulp, doub
 
 // As two_points, on the CPU. noise also covers the distance of `half`, the values at x + step u / 2, from the parabola
 // through the other three points, converted to a derivative. The reason may be curvature of higher order, a kink, a
-// jump or rounding. half becomes the error by curvature of a one-sided derivative with this step, and rounding_inside
-// its error by rounding, as far as it shows.
+// jump or rounding. half becomes the curvature error of a one-sided derivative with this step, and rounding_inside
+// its estimated rounding error.
 void three_points(
     const TwoPoints& at, const at::Tensor& half, const at::Tensor& rounding_inside, OneSidedError& error) {
   const int64_t count = at.derivative.numel();
@@ -140,7 +140,8 @@ void three_points(
   two_points(at);  // last, because it may overwrite its arguments
 }
 
-// The 2-norm of one vector, and the largest magnitude of others (a NaN is the largest), if they are plain memory.
+// The 2-norm of `noise`, and the largest magnitude of `derivatives` (a NaN is the largest); nothing if their memory is
+// not plain.
 std::optional<std::pair<double, double>> sizes_of(const at::Tensor& noise, const at::Tensor& derivatives) {
   if (!is_plain(noise) || !is_plain(derivatives)) {
     return std::nullopt;

@@ -1,4 +1,4 @@
-// The evaluation loop. Every pass looks for a pending Ctrl-C; restoring is RAII.
+// The evaluation loops. Every pass handles a pending Ctrl-C; destructors restore the inputs.
 #include "evaluator.h"
 
 #include "kernels/difference.h"
@@ -45,7 +45,8 @@ void check_widths(const char* what, const at::Tensor& widths, int64_t size) {
   check_contiguous_float64(what, "widths", widths);
 }
 
-// Moves one coordinate of an input by its step, sign -1 or 1, or puts it back, sign 0; and puts back another one.
+// Moves one coordinate of an input by its step (sign -1 or 1) or restores it (sign 0); also restores another
+// coordinate, `restored`, if there is one.
 void move_coordinate(
     const InputBlock& block, int64_t coordinate, int64_t sign, double eps,
     std::optional<int64_t> restored = std::nullopt) {
@@ -62,7 +63,7 @@ void move_coordinate(
   perturb_coordinate_(block.values, block.origin, coordinate, sign, eps, block.relative_step, restored);
 }
 
-// The coordinate that is moved. It is put back when the next one of the same input is moved, in one call.
+// The coordinate that is moved. It is restored in the same call that moves the next coordinate of the same input.
 class MovedCoordinate {
  public:
   explicit MovedCoordinate(double eps) : eps_(eps) {}
@@ -219,7 +220,7 @@ namespace {
 template <typename Move, typename Nominal>
 void measure_widths(const InputBlock& block, const at::Tensor& widths, const Move& move, const Nominal& nominal) {
   const at::Tensor all = real_coordinates(block.origin);
-  // On the CPU, pieces keep temporaries in the cache. On a device, calls cost more than memory, so there is one piece.
+  // On the CPU, pieces are so small that temporaries stay in the cache. On a device, fewer calls matter more.
   const int64_t piece = all.is_cpu() ? 1 << 15 : std::max<int64_t>(1, all.numel());
   for (int64_t first = 0; first < all.numel(); first += piece) {
     const int64_t count = std::min(piece, all.numel() - first);
@@ -233,8 +234,8 @@ void measure_widths(const InputBlock& block, const at::Tensor& widths, const Mov
   }
 }
 
-// The same by the kernels themselves, for an input in this process's memory; otherwise returns false. step(x, i): the
-// step of coordinate i.
+// The same by the functions of kernels/difference.h, for an input in this process's memory; otherwise returns false.
+// step(x, i): the step of coordinate i.
 template <typename Step>
 bool widths_on_cpu(const InputBlock& block, const at::Tensor& widths, const Step& step) {
   if (!block.origin.is_cpu() || !widths.is_cpu() || is_wrapper_subclass(block.origin)) {
@@ -481,7 +482,7 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::difference_gr
     restore();
   }
   const std::array<at::Tensor, 2> sides = {at::empty({m}, values.options()), at::empty({m}, values.options())};
-  // Once, not group by group: a copy to a device waits for it.
+  // Once, not for each group: a copy to a device waits for the device.
   const std::vector<at::Tensor> copies = with_blocks(groups.coordinates);
   for (int64_t g = 0; g < groups.count(); ++g) {
     const OnExit restoring([&] { mutates_inputs_ ? restore() : perturb_together(groups, g, copies, 0, eps); });

@@ -1,4 +1,4 @@
-// The loops that call the Python function under test.
+// The loops that call the function under test, a Python callable.
 #pragma once
 
 #include "blocks.h"
@@ -16,25 +16,27 @@
 
 namespace fastgrad {
 
-// Random directions u in R^n, as of Evaluator::realize, one for each stream. The derivative along one takes as many
-// evaluations as `points` says: two, or four for Richardson extrapolation.
+// Random directions u in R^n, one for each stream (see Evaluator::realize). points: the number of evaluations for the
+// derivative along each, two, or four for Richardson extrapolation.
 struct RandomDirections {
   int64_t seed;
   std::vector<int64_t> streams, points;
   double step, relative;
 };
 
-// What differences along directions give, all float64.
+// Results of differences along directions: all float64.
 struct Derivatives {
-  at::Tensor directions;   // what rounding leaves of each u: shape (count, coordinates of all inputs)
+  at::Tensor directions;   // each u after rounding: shape (count, coordinates of all inputs)
   at::Tensor derivatives;  // shape (count, coordinates of all outputs)
-  at::Tensor noise;        // how far each output's derivatives may be off: shape (coordinates of all outputs,)
-  std::optional<std::pair<double, double>> sizes;  // of small ones: the norm of noise, the largest derivative
-  // Of a screening: the norm of the error of one-sided derivatives along the first direction, and its step.
+  at::Tensor noise;        // estimated error of each output's derivatives: shape (coordinates of all outputs,)
+  std::optional<std::pair<double, double>> sizes;  // of small vectors: the norm of noise, the largest derivative
+  // Only from screening_derivatives: the 2-norm, over outputs, of the curvature error of a one-sided derivative along
+  // the first direction, and the step of this direction.
   double curvature = 0.0, step = 0.0;
 };
 
-// If an output differs from its OutputSpec: the number of the evaluation, the number of the output, what func returned.
+// If an output differs from its OutputSpec: the number of the evaluation, the number of the output, and what func
+// returned instead.
 using Changed = std::tuple<int64_t, int64_t, pybind11::object>;
 
 // Calls func with the caller's own arguments, unperturbed or perturbed in place. After every call,
@@ -44,22 +46,23 @@ class Evaluator {
  public:
   Evaluator(pybind11::object func, pybind11::tuple arguments, std::vector<InputBlock> blocks);
 
-  // Whether the inputs hold other values than their origins; a NaN counts as another. Refuses inputs whose memory
+  // Whether the inputs hold other values than their origins; a NaN counts as different. Rejects inputs whose memory
   // func freed or replaced, as every evaluation does.
   bool inputs_changed() const;
 
-  // The real coordinates of all inputs at x, end to end: float64, where the first input is; not to be written to.
+  // The real coordinates of all inputs at x, end to end: float64, on the device of the first input. Read-only.
   at::Tensor coordinates() const;
 
-  // Writes the real widths of differences, for all inputs, into widths (float64, shape (coordinates of all inputs,)):
-  // of single coordinates at each block's eps, and of x + scale * displacement.
+  // Writes the widths of differences, after rounding, into widths (float64, shape (coordinates of all inputs,)):
+  // of differences of single coordinates, with the eps of each block; and between x + scale * displacement and
+  // x - scale * displacement.
   void coordinate_widths(const at::Tensor& widths, const std::vector<double>& eps) const;
   void realized_widths(const at::Tensor& widths, const at::Tensor& displacement, double scale) const;
 
-  // func at x; gradients are recorded where record_graph and the caller's grad mode say so.
+  // func at x; gradients are recorded if both record_graph and the caller's grad mode are true.
   pybind11::object evaluate(bool record_graph);
 
-  // By realize_, for a direction u in R^n of a seed and stream: displacement (float64, shape (coordinates of all
+  // Calls realize_ for the direction u in R^n of this seed and stream: displacement (float64, shape (coordinates of all
   // inputs,)) becomes h u, and realized (of the same shape) becomes u after rounding. The inputs' relative steps are
   // multiplied by `relative`.
   void realize(
@@ -94,7 +97,7 @@ class Evaluator {
   // Numerical columns first, first + 1, ...: row j of `columns` (float64, shape (count, m), m the
   // coordinates of all outputs end to end) becomes the central difference at coordinate first + j,
   // two evaluations each. Returns nothing or, at the first evaluation with an output that differs from its OutputSpec,
-  // (coordinate, output, what func returned instead).
+  // (coordinate, number of the output, what func returned instead).
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_columns(
       int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, double eps, bool record_graph);
 
@@ -141,8 +144,8 @@ class Evaluator {
   // Calls of func so far.
   int64_t evaluations() const { return evaluations_; }
 
-  // Whether func changes its inputs: then all of them are restored around every evaluation. The evaluator sees this
-  // from version counters; it must be told if func writes without increasing them.
+  // Whether func changes its inputs: if so, all inputs are restored around every evaluation. The evaluator sees changes
+  // from version counters; for a func that writes without increasing them, the caller must set this.
   bool mutates_inputs() const { return mutates_inputs_; }
   void set_mutates_inputs(bool mutates) { mutates_inputs_ = mutates; }
 
@@ -150,24 +153,26 @@ class Evaluator {
   // inputs, because it then also changes their tangents.
   int64_t modified_tangent() const { return modified_tangent_; }
 
-  // Whether func records gradients at perturbed inputs if it is asked to. It does not if its values are known to be the
-  // same without.
+  // Whether record_graph=true has an effect at perturbed inputs. False if func is known to return the same values when
+  // gradients are not recorded.
   bool records_differences() const { return records_differences_; }
   void set_records_differences(bool records) { records_differences_ = records; }
 
  private:
   pybind11::object call(bool record_graph, const pybind11::tuple& arguments);
 
-  // Refuses coordinates first, ..., first + count - 1 that the inputs do not have.
+  // Rejects coordinates first, ..., first + count - 1 unless the inputs have all of them.
   void check_coordinates(const char* what, int64_t first, int64_t count) const;
 
-  // What x + displacement really moves by: float64, into `moved`, shape (coordinates of all inputs,); on the CPU.
+  // Writes (x + displacement) - x, after rounding to the inputs' dtypes, into `moved`: float64, shape (coordinates of
+  // all inputs,), on the CPU.
   void realize_one_sided(const at::Tensor& moved, const at::Tensor& displacement) const;
 
   // The origin of an input on this device; a copy on the CPU is made once.
   at::Tensor origin_on(at::Device device, size_t block) const;
 
-  // As values_along, for a displacement and values on the CPU: with outputs on a device, one copy of each.
+  // As values_along, for a displacement and values on the CPU. If outputs are on a device, the displacement is copied
+  // once, and so are all values together.
   std::optional<Changed> values_on_cpu(
       const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,
       const std::vector<OutputSpec>& outputs);
@@ -176,7 +181,7 @@ class Evaluator {
   void displace(const std::vector<at::Tensor>& parts, double scale);
   std::vector<at::Tensor> parts_of(const at::Tensor& displacement) const;
 
-  // A copy of coordinates for each block, where its values are.
+  // A copy of coordinates for each block, on the device of its values.
   std::vector<at::Tensor> with_blocks(const at::Tensor& coordinates) const;
 
   // Moves the coordinates of group g by sign times their steps; sign 0 puts them back. copies: the coordinates of all
@@ -210,27 +215,28 @@ class Evaluator {
   int64_t modified_tangent_ = -1;
   bool mutates_inputs_ = false;
   bool records_differences_ = true;
-  mutable std::vector<at::Tensor> origins_on_cpu_;  // of inputs on a device, once they were asked for
+  mutable std::vector<at::Tensor> origins_on_cpu_;  // of inputs on a device; made by the first origin_on
 };
 
-// By cotangent, the largest of |v . J u - (v J) . u| over some directions u; a NaN is the largest. cotangents: shape
-// (rows, m); derivatives J u: (count, m); gradients v J: (rows, n); directions: (count, n); all float64, contiguous.
+// For each cotangent v, the largest |v . J u - (v J) . u| over some directions u; a NaN counts as the largest.
+// cotangents: shape (rows, m); derivatives J u: (count, m); gradients v J: (rows, n); directions: (count, n); all
+// float64, contiguous.
 std::vector<double> largest_residuals(
     const at::Tensor& cotangents, const at::Tensor& derivatives, const at::Tensor& gradients,
     const at::Tensor& directions);
 
-// Sums of the entries of a sparse Jacobian with weights: a row of sums (float64, shape (rows, sums)) must equal the
-// sums of entry times weight, with entry e multiplied by the weight number sources[e] and added to the sum number
-// targets[e]. weights: shape (rows, weights); entries: shape (entries,). A difference is explained if it is at most
-// `allowed` plus `rounding` times the sum of the magnitudes. Returns the largest explained size; nothing if a
-// difference is larger, or not a number. All are contiguous on the CPU.
+// Tests weighted sums of the entries of a sparse Jacobian. Entry e is multiplied by weight sources[e] and added to sum
+// targets[e]; the results must equal the given sums (float64, shape (rows, sums)), row by row. weights: shape (rows,
+// weights); entries: shape (entries,). A difference is explained if it is at most `allowed` plus `rounding` times the
+// sum of the magnitudes. Returns the largest of these bounds; nothing if a difference exceeds its bound or is NaN. All
+// tensors are contiguous and on the CPU.
 std::optional<double> explained_sums(
     const at::Tensor& entries, const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& weights,
     const at::Tensor& sums, double allowed, double rounding);
 
-// What body() returns, called at a level of forward-mode AD. torch has one level for all threads, so threads take
-// turns; a thread that waits for its turn has released the GIL. The level is always left, also after an exception. At
-// this level, Python handles signals (Ctrl-C) only while body runs, so no signal can prevent leaving it.
+// Calls body() at a level of forward-mode AD and returns its result. torch has one level for all threads, so threads
+// take turns; a thread that waits for its turn has released the GIL. The level is always left, also after an exception.
+// At this level, Python handles signals (Ctrl-C) only while body runs, so no signal can prevent leaving it.
 pybind11::object at_dual_level(const pybind11::object& body);
 
 }  // namespace fastgrad

@@ -1,4 +1,4 @@
-// Products with tangents by forward-mode AD, and torch's level of it.
+// JVPs by forward-mode AD, and torch's level of forward-mode AD.
 #include "evaluator.h"
 
 #include "batch_level.h"
@@ -28,8 +28,8 @@ namespace py = pybind11;
 namespace fastgrad {
 namespace {
 
-// The coordinates of the tangents of all outputs, into `column`, zeros where there is none; domains_match becomes false
-// where one is complex and its output is not, or the reverse. Returns as visit_outputs does.
+// Writes the coordinates of the tangents of all outputs into `column`, zeros where there is none; domains_match becomes
+// false where one is complex and its output is not, or the reverse. Returns as visit_outputs does.
 std::optional<std::pair<int64_t, py::object>> visit_tangents(
     const py::object& result, const std::vector<OutputSpec>& outputs, const at::Tensor& column, bool& domains_match) {
   return visit_outputs(result, outputs, [&](size_t o, const at::Tensor& output, int64_t offset, int64_t size) {

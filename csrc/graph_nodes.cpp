@@ -98,12 +98,12 @@ bool saves_custom_code(const NodePointer& node) {
 }  // namespace
 
 bool is_custom(const torch::autograd::Node& node) {
-  const std::string_view name = typeid(node).name();  // the types are hidden or templates, all but the names
+  const std::string_view name = typeid(node).name();  // the types are hidden or templates, so names are compared
   return name.find("PyNode") != std::string_view::npos || name.find("CppNode") != std::string_view::npos;
 }
 
 bool runs_no_custom_code(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
-  constexpr size_t most_nodes = 10000;  // visiting them takes a microsecond each
+  constexpr size_t most_nodes = 10000;  // visiting a node takes a microsecond
   const auto runs_code = [](const at::Tensor& tensor) { return is_of_python(tensor); };
   const auto is_hooked = [](const at::Tensor& input) { return !torch::autograd::impl::hooks(input).empty(); };
   if (c10::impl::TorchDispatchModeTLS::any_modes_set() || std::any_of(outputs.begin(), outputs.end(), runs_code) ||

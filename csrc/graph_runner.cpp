@@ -54,7 +54,7 @@ bool are_equal(const std::vector<at::Tensor>& left, const std::vector<at::Tensor
   });
 }
 
-// If a node raises, the engine raises again with its own message.
+// Formats errors, which are not reported: the engine runs the VJP again and raises with its own message.
 std::string as_it_is(const std::string& message) { return message; }
 
 bool is_accumulation(const Node& node) { return dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); }
@@ -118,7 +118,7 @@ bool GraphRunner::find_steps() {
     for (const Edge& edge : nodes[k]->next_edges()) {
       step.successors.push_back(place(edge));
       if (edge.is_valid() && step.successors.back().first <= static_cast<int64_t>(k)) {
-        return false;  // made by another thread, or called again: a different order
+        return false;  // recorded in another thread, or used again: the engine's order is unknown
       }
     }
     steps_.push_back(std::move(step));
@@ -218,7 +218,7 @@ std::optional<std::vector<at::Tensor>> GraphRunner::try_run(const std::vector<at
     const pybind11::gil_scoped_release released;
     return run(cotangents);
   } catch (const c10::Error&) {
-  } catch (const python_error&) {  // of hooks on saved tensors; the node has set it
+  } catch (const python_error&) {  // of hooks on saved tensors; the Python error is set
     if (!PyErr_ExceptionMatches(PyExc_Exception)) {
       throw;  // Ctrl-C
     }

@@ -21,7 +21,7 @@ class GraphRunner {
  public:
   GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
 
-  // Whether later VJPs call the nodes alone.
+  // Whether later VJPs call only the nodes, without the engine.
   bool bypasses_engine() const { return state_ == State::nodes; }
 
   // The gradients of the inputs; undefined for an input without a gradient. Called and returns with the GIL held.
@@ -36,8 +36,8 @@ class GraphRunner {
 
   struct Step {
     torch::autograd::Node* node;
-    bool is_run;                                           // an input lies behind it
-    std::vector<std::pair<int64_t, uint32_t>> successors;  // by output: the next step and its input; -1: none
+    bool is_run;                                           // the gradient of an input depends on it
+    std::vector<std::pair<int64_t, uint32_t>> successors;  // for each output: the next step (-1: none) and its input
   };
 
   bool find_steps();
@@ -58,11 +58,11 @@ class GraphRunner {
   std::vector<at::Tensor> outputs_, inputs_;
   torch::autograd::edge_list roots_;
   at::Device device_ = at::kCPU;
-  std::vector<Step> steps_;                              // each after all that it gets gradients from
-  std::vector<std::pair<int64_t, uint32_t>> from_, to_;  // of each output and each input
+  std::vector<Step> steps_;                              // each after all steps from which it gets gradients
+  std::vector<std::pair<int64_t, uint32_t>> from_, to_;  // the step and its input for each output and each input
 };
 
-// The graph behind some outputs, for VJPs of all of them and of each alone with respect to some inputs.
+// The graph behind some outputs, for VJPs of all of them, or of one, with respect to some inputs.
 class Graph {
  public:
   Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);

@@ -43,7 +43,7 @@ inline void check_columns(const char* what, const at::Tensor& columns, const std
 
 // Calls visit(number, tensor, offset, size) with each expected output that func returned; offset and size give its
 // coordinates. Stops at the first output that is not as expected, and returns its number and what func returned
-// instead.
+// instead; otherwise returns nothing.
 template <typename Visit>
 std::optional<std::pair<int64_t, pybind11::object>> visit_outputs(
     const pybind11::object& result, const std::vector<OutputSpec>& outputs, const Visit& visit) {

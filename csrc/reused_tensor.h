@@ -12,14 +12,15 @@
 
 namespace fastgrad {
 
-// Increases the version counter as an operation in place would, because operators below autograd do not.
+// Increases the version counter as an in-place operation would, because operators below autograd do not.
 inline void count_as_written(const at::Tensor& tensor) {
   if (!tensor.is_inference()) {
     tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
 
-// Torch's checker does the same. So a function that caches results by a tensor's identity or address gives wrong ones.
+// One tensor that is passed again and again, as in torch's checker. A function that caches results by a tensor's
+// identity or address then gives wrong results.
 class ReusedTensor {
  public:
   // The last tensor if its properties are unchanged, otherwise a new one from make(). The caller writes new values.

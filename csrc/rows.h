@@ -16,7 +16,7 @@
 
 namespace fastgrad {
 
-// Elements of a tensor that is copied by a plain loop rather than an operator.
+// Largest number of elements of a tensor that is copied by a plain loop rather than an operator.
 constexpr int64_t small_size = 1024;
 
 // Our own operators run below autograd: no graph, no version bumps.
@@ -28,7 +28,7 @@ inline void raise_if_interrupted() {
   }
 }
 
-// A gradient or tangent as complex or real as the tensor that it belongs to.
+// A gradient or tangent (value), made complex or real like the tensor to which it belongs.
 inline at::Tensor with_domain_of(const at::Tensor& tensor, const at::Tensor& value) {
   if (value.is_complex() == tensor.is_complex()) {
     return value;
@@ -65,7 +65,7 @@ inline bool is_plain_memory(const at::Tensor& tensor) {
              tensor.storage().nbytes();
 }
 
-// The same for doubles.
+// The same, and its dtype is float64.
 inline bool is_plain(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble && is_plain_memory(tensor);
 }

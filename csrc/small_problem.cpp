@@ -36,7 +36,7 @@ bool is_plain_double(const at::Tensor& tensor) {
          bytes_reached(tensor) <= static_cast<int64_t>(tensor.storage().nbytes());
 }
 
-// Whether the strides alone tell that no two elements share memory.
+// Whether the strides show that no two elements share memory.
 bool is_free_of_overlap(const at::Tensor& tensor) {
   std::vector<std::pair<int64_t, int64_t>> dimensions;  // stride and size
   for (int64_t d = 0; d < tensor.dim(); ++d) {
@@ -55,7 +55,7 @@ bool is_free_of_overlap(const at::Tensor& tensor) {
   return true;
 }
 
-// Lists and tuples inside of each other that are looked into; one may contain itself.
+// Largest depth of nested lists and tuples that are searched: a list may contain itself.
 constexpr int deepest_constant = 8;
 
 // Whether an argument holds no tensor: a number, a string or None, or a list or tuple of such.
@@ -155,7 +155,7 @@ std::shared_ptr<SmallProblem> SmallProblem::trace(
   }
   problem->seconds_ = std::chrono::duration<double>(Clock::now() - start).count();
   problem->undisturbed_seconds_ = problem->seconds_;
-  if (problem->device_.is_cpu()) {  // a process that waits for a device works, too
+  if (problem->device_.is_cpu()) {  // waiting for a device also takes processor time
     problem->undisturbed_seconds_ = std::min(problem->seconds_, processor_seconds() - worked);
   }
   try {
@@ -368,7 +368,7 @@ std::optional<std::vector<std::vector<std::pair<double, double>>>> SmallProblem:
       tangents.size(0) == n_ && tangents.size(1) == m_ && columns.sizes() == tangents.sizes(),
       "tangent_errors: tangents and columns must have shape (", n_, ", ", m_, "), got ", tangents.sizes(), " and ",
       columns.sizes());
-  std::vector<InputTolerances> outputs;  // the entries of a column are those of the outputs
+  std::vector<InputTolerances> outputs;  // a column has an entry for each output element
   outputs.reserve(specs_.size());
   for (const OutputSpec& output : specs_) {
     outputs.emplace_back(coordinate_count(output.like), output.like.is_complex(), atol, rtol);

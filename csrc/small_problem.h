@@ -1,4 +1,4 @@
-// A small problem, set up in one call: for checks whose own share would otherwise exceed that of func.
+// A small problem, set up in one call: for checks whose overhead would otherwise exceed the time of func.
 #pragma once
 
 #include "evaluator.h"
@@ -25,7 +25,7 @@ class SmallProblem {
   static std::shared_ptr<SmallProblem> trace(
       pybind11::object func, const pybind11::tuple& arguments, double relative_step, bool records_differences);
 
-  // Whether the outputs and the graph also need no special care. If they do, only evaluator, blocks, result and seconds
+  // Whether the outputs and the graph also need no special care. If false, only evaluator, blocks, result and seconds
   // can be used.
   bool is_plain() const { return graph_ != nullptr; }
 
@@ -47,12 +47,12 @@ class SmallProblem {
   bool records_differences() const { return evaluator_->records_differences(); }
   Graph& graph() const;
 
-  // By input and by output: its position among arguments or results, its elements, and the coordinates of each.
+  // Of an input or output: position among arguments or results, number of elements, coordinates per element.
   using Place = std::tuple<int64_t, int64_t, int64_t>;
   const std::vector<Place>& inputs() const { return inputs_; }
   const std::vector<Place>& outputs() const { return outputs_; }
 
-  // Releases the result, the graph and what was kept of them. Afterwards the problem is not plain.
+  // Releases the result, the graph and values that were kept from them. Afterwards, the problem is not plain.
   void release();
 
   // Evaluates func once more, for VJPs on a new graph. If its outputs have other properties, returns false, and there
@@ -97,19 +97,19 @@ class SmallProblem {
       const at::Tensor& cotangents, const std::vector<int64_t>& layouts, const std::vector<int64_t>& only) const;
 
   // Whether zero grad_outputs and, if `undefined`, undefined grad_outputs of all outputs and of each one give zeros
-  // like the inputs. One VJP each. Nothing if only gradients that are not plain may differ from zero.
+  // like the inputs. One VJP each. Nothing if a gradient that is not plain may differ from zero.
   std::optional<bool> are_zeros_zero(bool undefined) const;
 
   // As in Evaluator, with the values of the first evaluation.
   std::variant<Derivatives, Changed> screening_derivatives(
       const RandomDirections& along, double curve, double budget) const;
 
-  // Tangents of the outputs, as of Evaluator::jvps, at a level of forward-mode AD: nothing, or what func returned
-  // instead; float64, shape (count, m); and whether they are complex where the outputs are.
+  // Tangents of the outputs, as of Evaluator::jvps, at a level of forward-mode AD: what func returned instead, or
+  // nothing; the tangents, float64, shape (count, m); and whether they are complex exactly where the outputs are.
   std::tuple<std::optional<Changed>, at::Tensor, bool> jvps(
       const at::Tensor& directions, const std::vector<int64_t>& undefined) const;
 
-  // As in Evaluator: tangents of the outputs for several tangents of one input, one by one or in one vectorized run.
+  // As in Evaluator: tangents of the outputs for several tangents of one input, one at a time or in one vectorized run.
   std::variant<std::vector<std::vector<at::Tensor>>, Changed> tangents(
       int64_t input, const at::Tensor& tangents_of_input) const;
   std::variant<std::vector<at::Tensor>, Changed> batched_tangents(
@@ -130,7 +130,7 @@ class SmallProblem {
  private:
   bool take_outputs();
 
-  // The relative spacing of each output.
+  // The relative spacing of each output's dtype.
   std::vector<double> ulps() const;
 
   // An empty float64 tensor of this shape on the device of the arguments; and a tensor moved to this device.

@@ -134,7 +134,7 @@ std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
   const c10::AutoGradMode mode(record_);
   const bool is_kept = reuses_.value_or(true) && is_kept_at(inputs);
   if (!is_kept) {
-    kept_.reset();  // before the next: two graphs may not fit
+    kept_.reset();  // before the next forward: two graphs may not fit in memory
     kept_ = forward(given, grad_outputs, inputs);
   }
   const bool is_tested = is_kept && !reuses_;

@@ -1,4 +1,4 @@
-// The gradients of a function as a function of its inputs and grad_outputs, if they are not differentiated again.
+// The gradients of a function as a function of its inputs and grad_outputs, if these gradients are not differentiated.
 #pragma once
 
 #include "graph_runner.h"
@@ -12,12 +12,13 @@
 
 namespace fastgrad {
 
-// Runs func and its backward. If only grad_outputs have moved since the last call, func is not called: its graph is
-// reused. Whether this gives the same gradients is tested the first time; if not, it is never done.
+// Runs func and its backward. If only grad_outputs have changed since the last call, func is not called: its graph is
+// reused. The first reuse is tested; if it gives other gradients, graphs are never reused.
 class UnrecordedBackward {
  public:
-  // inputs, grad_outputs: the positions of the checked ones, among func's arguments and among the grad_outputs.
-  // refuse(outputs, grad_outputs) raises if these do not fit. record: whether gradients are recorded in func.
+  // count: the number of func's arguments. inputs, grad_outputs: the positions of the checked ones, among func's
+  // arguments and among the grad_outputs. refuse(outputs, grad_outputs) raises an error about these numbers, which do
+  // not fit. record: whether gradients are recorded in func.
   UnrecordedBackward(
       pybind11::object func, pybind11::object refuse, int64_t count, std::vector<int64_t> inputs,
       std::vector<int64_t> grad_outputs, bool record);

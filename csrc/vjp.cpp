@@ -35,7 +35,7 @@ namespace py = pybind11;
 namespace fastgrad {
 namespace {
 
-// A cotangent with this value at one coordinate and zeros elsewhere.
+// Sets a cotangent to this value at one coordinate, and to zero elsewhere.
 void set_one_hot(const at::Tensor& cotangent, int64_t coordinate, double value) {
   const BelowAutograd guard;
   count_as_written(cotangent);
@@ -49,9 +49,9 @@ void set_one_hot(const at::Tensor& cotangent, int64_t coordinate, double value) 
   perturb_coordinate_(cotangent, /*origin=*/cotangent, coordinate, value < 0 ? -1 : 1, std::abs(value), 0.0);
 }
 
-// Whether a gradient equals the gradient for a multiple of its cotangent, divided by this multiple. If only the second
-// one overflows, and overflows again, a smaller multiple is run; values that were not finite only once become NaN.
-// rerun: takes the exponent of the multiple, 1 or -1.
+// Whether a gradient equals the gradient for a multiple of its cotangent, divided by this multiple. If only the
+// second one overflows, it is run again. If it overflows again, the inverse multiple is run; otherwise `again` becomes
+// NaN. rerun(exponent): runs the VJP for the multiple with this exponent, 1 or -1.
 template <typename Rerun>
 bool is_repeated(const at::Tensor& gradient, const at::Tensor& again, const Rerun& rerun) {
   if (at::equal(gradient, again)) {
@@ -81,7 +81,7 @@ double largest_difference(const at::Tensor& left, const at::Tensor& right) {
 
 namespace {
 
-// Coordinates (float64, one dimension) as the values of a tensor.
+// Writes coordinates (float64, one dimension) as the values of a tensor.
 void unflatten_into(const at::Tensor& tensor, const at::Tensor& coordinates) {
   if (is_small_and_plain(tensor) && is_small_and_plain(coordinates) && coordinates.numel() == tensor.numel()) {
     std::copy_n(coordinates.const_data_ptr<double>(), tensor.numel(), tensor.mutable_data_ptr<double>());
@@ -170,7 +170,7 @@ bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
 
 namespace {
 
-// A tensor for values like those of `output` in the worst layout that autograd may pass:
+// An empty tensor like `output` in the worst layout that autograd may pass:
 // dimensions in reverse order of memory, and gaps of NaN, which a backward that ignores strides reads.
 at::Tensor gapped_and_transposed(const at::Tensor& output) {
   std::vector<int64_t> sizes = output.sizes().vec();
@@ -183,7 +183,7 @@ at::Tensor gapped_and_transposed(const at::Tensor& output) {
 }
 
 // The largest entries of the gradients of one sparse input at elements that it does not specify, row by
-// row; kept on the device of the gradients until all are there, because reading them waits for the device.
+// row. They are kept on the device of the gradients until all are computed, because reading them waits for the device.
 class UnspecifiedEntries {
  public:
   void add(const at::Tensor& gradient, const at::Tensor& elements, int64_t row) {
@@ -274,14 +274,14 @@ bool can_be_taken(const at::Tensor& gradient, const InputBlock& input) {
          gradient.use_count() == 1 && gradient.storage().use_count() == 1 && gradient.storage().resizable();
 }
 
-// The coordinates of all outputs, end to end.
+// The number of coordinates of all outputs.
 int64_t total(const std::vector<at::Tensor>& outputs) {
   return std::accumulate(outputs.begin(), outputs.end(), int64_t{0}, [](int64_t sum, const at::Tensor& output) {
     return sum + coordinate_count(output);
   });
 }
 
-// Refuses rows that do not have an element for each coordinate of all inputs.
+// Rejects rows that do not have an element for each coordinate of all inputs.
 void check_rows(const char* what, const char* name, const at::Tensor& rows, const std::vector<InputBlock>& inputs) {
   check_float64(what, name, rows, 2);
   TORCH_CHECK(
@@ -290,7 +290,7 @@ void check_rows(const char* what, const char* name, const at::Tensor& rows, cons
   check_written(what, name, rows);
 }
 
-// Refuses blocks that are not those of the graph's inputs.
+// Rejects blocks that are not those of the graph's inputs.
 void check_inputs(const char* what, const Graph& graph, const std::vector<InputBlock>& inputs) {
   const bool same = std::equal(
       inputs.begin(), inputs.end(), graph.inputs().begin(), graph.inputs().end(),
@@ -298,7 +298,7 @@ void check_inputs(const char* what, const Graph& graph, const std::vector<InputB
   TORCH_CHECK(same, what, ": inputs must be the blocks of the ", graph.inputs().size(), " inputs of the graph");
 }
 
-// Rows of cotangents as grad_outputs, each in one layout, of all outputs or of one alone.
+// Rows of cotangents as grad_outputs, each in one layout, for all outputs or for only one.
 class Cotangents {
  public:
   // layouts, only: as in vjp_coordinates.
@@ -482,7 +482,7 @@ GradientsMatch vjp_rows(
     cotangent = at::empty_like(output, {}, at::MemoryFormat::Contiguous);
   }
   const auto run = [&](int64_t i, double scale, const at::Tensor& into) {
-    // From zero every time, because a backward may have written into the last one.
+    // All of it is written every time, because a backward may have written into it.
     set_one_hot(cotangent, (first + i) * width + (imaginary ? 1 : 0), scale);
     const std::vector<at::Tensor> gradients = runner.vjp({cotangent});
     const BelowAutograd guard;
@@ -522,7 +522,7 @@ GradientsMatch vjp_groups(
   Unspecified unspecified;
   const at::Tensor gradient = at::empty({1, n}, values.options());
   const at::Tensor again = at::empty({1, n}, values.options());
-  const at::Tensor coordinates = groups.coordinates.to(values.device());  // once: a copy to a device waits for it
+  const at::Tensor coordinates = groups.coordinates.to(values.device());  // once: a copy waits for the device
   const auto run = [&](const at::Tensor& rows, double scale, const at::Tensor& into) {
     at::Tensor cotangent;
     {

@@ -16,14 +16,14 @@
 namespace fastgrad {
 
 // The vector-Jacobian product: gradients of sum_o <cotangents[o], outputs[o]> with respect to the
-// inputs, undefined where there is none; recorded for differentiation where create_graph says so. An
+// inputs, undefined where there is none; recorded for differentiation if create_graph is true. An
 // undefined cotangent stands for 1 and needs an output of one element. Keeps the graph. Called and
 // returns with the GIL held.
 std::vector<at::Tensor> vjp(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
     const std::vector<at::Tensor>& cotangents, bool create_graph);
 
-// Refuses tensors whose storage was freed or shrunk: what backward saved may lie there, and torch would read it.
+// Rejects tensors whose storage was freed or shrunk: backward would read values that it saved there.
 void check_vjp_memory(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
     const std::vector<at::Tensor>& cotangents);
@@ -34,8 +34,8 @@ std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outp
 // vjp with zeros for cotangents.
 std::vector<at::Tensor> vjp_of_zeros(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
 
-// Whether a gradient is zero, has its input's sizes, dtype and device, and is so small and plain that this can be seen
-// without an operator. If false, operators must decide.
+// Whether a fast test shows that a gradient is zero and has its input's sizes, dtype and device. If false, the caller
+// must test this by operators: the gradient may be large or not plain.
 bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input);
 
 // The largest entry of some gradients at an element that their sparse input does not specify.
@@ -48,19 +48,19 @@ struct UnspecifiedEntry {
 // Properties of the gradients that some rows come from.
 struct GradientsMatch {
   bool dtypes = true;                               // all had the dtype of their inputs
-  bool sizes = true;                                // all had the size of their inputs; others leave zeros
+  bool sizes = true;                                // all had the size of their inputs; others count as zeros
   bool repeats = true;                              // second runs, if any, gave equal values
   double movement = 0.0;                            // for groups: the largest difference of a second run
   std::map<int64_t, UnspecifiedEntry> unspecified;  // by input, if there is any
 };
 
-// How a grad_output is laid out in memory. contiguous. gapped: with reversed dimensions and gaps of NaN. offset:
+// The memory layout of a grad_output. gapped: dimensions in reverse order, and gaps of NaN between elements. offset:
 // contiguous, but after a NaN at the beginning of its storage, at an offset of one element if a custom node gets it (so
 // that addresses are not aligned for vectorized loads), otherwise of two. expanded, for a row that is constant over
 // each output: a single value with stride 0, as from sum().
 enum class Layout : int64_t { contiguous, gapped, offset, expanded };
 
-// V J in coordinates: row k of the result (float64, shape (count, coordinates of all inputs end to end)) = the
+// VJPs in coordinates: row k of the result (float64, shape (count, coordinates of all inputs end to end)) is the
 // VJP of row k of cotangents (float64, shape (count, coordinates of all outputs end to end)). layouts: the Layout of
 // the grad_output for each row; empty: contiguous for all rows. only: for each row the one output that gets a
 // grad_output, or -1 if all outputs get one; empty: all outputs, for all rows. The result for a single row may be the
@@ -71,7 +71,7 @@ std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
 
 // Runs the VJPs of rows order[0], order[1], ... of cotangents, contiguous, until one differs from its row of `known`
 // (float64, shape (count, coordinates of all inputs)); cotangents and only as of vjp_coordinates. Returns how many were
-// run, the VJP that differs (shape (1, coordinates of all inputs)), if one does, and what the gradients looked like.
+// run, the VJP that differs (shape (1, coordinates of all inputs)), if one does, and properties of the gradients.
 std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
     Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents, const std::vector<int64_t>& only,
     const std::vector<int64_t>& order, const at::Tensor& known);
@@ -80,7 +80,7 @@ std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
 // first + i of output, 1 or, for `imaginary`, 1j. Row i of `repeated`, which may have fewer rows,
 // becomes the VJP with `repeat_scale` times that cotangent, run right after and divided by
 // repeat_scale, a power of two. This division is exact, so equal rows mean that the backward is deterministic and,
-// for a scale other than 1, homogeneous. Where the scaled row overflows and the row does not, the scale is
+// for a scale other than 1, homogeneous. If the scaled row overflows and the row does not, the scale is
 // 1 / repeat_scale.
 // rows, repeated: float64, shape (count, coordinates of all inputs end to end), mutated in place.
 GradientsMatch vjp_rows(
@@ -97,7 +97,7 @@ GradientsMatch vjp_groups(
     Graph& graph, int64_t output, const std::vector<InputBlock>& inputs, const Groups& groups, const at::Tensor& values,
     int64_t n, int64_t repeated, double repeat_scale, bool expand);
 
-// The largest difference of two float64 tensors of one shape; infinite where either holds a NaN and they differ.
+// The largest difference of two float64 tensors of one shape; infinite if either contains a NaN.
 double largest_difference(const at::Tensor& left, const at::Tensor& right);
 
 }  // namespace fastgrad

@@ -29,8 +29,8 @@
 namespace fastgrad {
 namespace {
 
-// Whether two small blocks are equal up to a tolerance: atol, or rtol times the largest element of the second block if
-// this is smaller. A NaN is never equal.
+// Whether two contiguous matrices on the CPU are equal up to a tolerance: the smaller of atol and rtol times the
+// largest magnitude in the second matrix. A NaN is never equal.
 bool are_close(const at::Tensor& left, const at::Tensor& right, double atol, double rtol) {
   const auto* const a = left.const_data_ptr<double>();
   const auto* const b = right.const_data_ptr<double>();
@@ -42,7 +42,7 @@ bool are_close(const at::Tensor& left, const at::Tensor& right, double atol, dou
   return std::equal(a, a + left.numel(), b, [=](double x, double y) { return std::abs(x - y) <= tolerance; });
 }
 
-// The same by operators; waits for the device.
+// The same by operators; waits for the device. A NaN is never equal.
 bool are_close_elsewhere(const at::Tensor& left, const at::Tensor& right, double atol, double rtol) {
   if (right.numel() == 0) {
     return true;
@@ -217,7 +217,7 @@ WholeBackward whole_backward(
     for (size_t k = 0; k < found.size(); ++k) {
       if (found[k].defined() && !is_plain_zero(found[k], arguments[k])) {
         whole.are_zero = false;
-        found[k] = found[k].clone();  // compared later, when backward may have overwritten its results
+        found[k] = found[k].clone();  // it is compared later, and backward may overwrite its results until then
       }
     }
     whole.zeros.push_back(std::move(found));
@@ -232,7 +232,7 @@ WholeBackward whole_backward(
     }
   };
   bool repeats_all = true;
-  bool vectorizes = fewest_vectorized > 0;  // until an output shows that it does not
+  bool vectorizes = fewest_vectorized > 0;  // until the backward of an output cannot be vectorized
   const auto take_rows = [&](size_t o, bool imaginary) {
     const at::Tensor& output = outputs[o];
     const int64_t count = output.numel();
@@ -252,7 +252,7 @@ WholeBackward whole_backward(
     repeats_all = repeats_all && twice == count;
     whole.parts.push_back(std::move(part));
   };
-  // Before the rows: an error in the first calls shows in a product of all rows, whichever entry is wrong.
+  // Before the rows: if the first calls are wrong, the products differ from the sums of the rows, for any wrong entry.
   if (cotangents.size(0) != 0) {
     whole.products = std::get<0>(vjp_coordinates(graph, inputs, cotangents, layouts, /*only=*/{}));
     whole.vjps += cotangents.size(0);
@@ -265,7 +265,7 @@ WholeBackward whole_backward(
       take_rows(o, /*imaginary=*/false);
     }
   }
-  take_all_zeros();  // after all of these: a backward that is wrong in its first calls then fails a comparison
+  take_all_zeros();  // last: if a backward is wrong in its first calls, a product is wrong, too, and fails a comparison
   if (cotangents.size(0) == 0) {
     return whole;
   }
@@ -294,7 +294,7 @@ WholeBackward WholeBackward::to(at::Device device) const {
 
 namespace {
 
-// The same by operators: one copy for all inputs, which waits for the device.
+// largest_errors on another device, by operators: one copy for all inputs, which waits for the device.
 std::optional<std::vector<std::pair<double, double>>> largest_errors_elsewhere(
     const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
     const std::vector<InputTolerances>& inputs) {

@@ -19,24 +19,25 @@ struct WholeBackward {
     at::Tensor rows, repeated;  // as vjp_rows writes them; vectorized rows are not repeated
     GradientsMatch match;
   };
-  std::vector<Rows> parts;  // output by output, the imaginary parts of complex ones; then their real parts
+  // By output: real outputs, and imaginary parts of complex ones; then the real parts of complex ones.
+  std::vector<Rows> parts;
   bool vectorized = false;  // whether the rows of an output came from one vectorized VJP
-  at::Tensor products;      // of the cotangents with all rows, as of vjp_coordinates
-  double movement = 0.0;    // by how much the first product changed when it was run again
-  bool add_up = true;       // whether the rows add up to the products
-  // Gradients of zeros; where asked for, of undefined grad_outputs of all outputs and, if there are several, of one
-  // after the other.
+  at::Tensor products;      // VJPs of the cotangents, as from vjp_coordinates
+  double movement = 0.0;    // largest change of the first product when it was run again
+  bool add_up = true;       // whether the products are the sums of the rows, weighted by the cotangents
+  // Gradients for zero grad_outputs; with `undefined`, also for undefined grad_outputs of all outputs and, if there are
+  // several, of each output.
   std::vector<std::vector<at::Tensor>> zeros;
-  bool are_zero = true;  // all of these were seen to be zero, and like their inputs
+  bool are_zero = true;  // whether all of these are known to be zero and like their inputs (is_plain_zero)
   int64_t vjps = 0;
 
-  // The same with rows and products on another device; the gradients in `zeros` stay where they are.
+  // A copy with rows and products on another device; the gradients in `zeros` stay on theirs.
   WholeBackward to(at::Device device) const;
 };
 
-// Runs all these VJPs: of zeros, of undefined grad_outputs, of one-hot ones as in vjp_rows, and of `cotangents`
+// Runs all VJPs: of zeros, of undefined grad_outputs, of one-hot ones as in vjp_rows, and of `cotangents`
 // (float64, shape (count, coordinates of all outputs)) in `layouts`; without cotangents, there are no products. The
-// sums of the rows may differ from the products by atol, and by rtol of the largest sum. If an output has
+// sums of the rows may differ from the products by the smaller of atol and rtol times the largest sum. If an output has
 // `fewest_vectorized` elements or more (0: never), its rows are one vectorized VJP, if the backward can be vectorized;
 // then pass 0 for `repeated`.
 WholeBackward whole_backward(
@@ -54,12 +55,12 @@ bool are_close(
     const std::vector<std::optional<at::Tensor>>& batched,
     const std::vector<std::vector<std::optional<at::Tensor>>>& single);
 
-// Of one input: its coordinates, whether two of them are an entry, atol and rtol.
+// For one input: the number of its coordinates, whether two of them form one complex entry, atol and rtol.
 using InputTolerances = std::tuple<int64_t, bool, double, double>;
 
-// The largest absolute and relative error of each input in some rows of a small Jacobian; nothing where an entry is
+// The largest absolute and relative error of each input in some rows of a small Jacobian; nothing if an entry is
 // wrong. rows: analytical, of output coordinates first_row + i row_step, shape (rows, n); columns: numerical, shape
-// (n, m); both float64, contiguous, on one device. Elsewhere than on the CPU it waits for the device, once.
+// (n, m); both float64, contiguous, on one device. On other devices than the CPU, it waits for the device once.
 std::optional<std::vector<std::pair<double, double>>> largest_errors(
     const at::Tensor& rows, const at::Tensor& columns, int64_t first_row, int64_t row_step,
     const std::vector<InputTolerances>& inputs);

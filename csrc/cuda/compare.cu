@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(threads_per_block, blocks_held) compare_kernel
     for (int e = 0; e < entries_per_thread; ++e) {
       changing |= static_cast<unsigned>(may_change<complex_entries>(maxima, a[e], n[e], atol, rtol)) << e;
     }
-    // Few entries: they are read again, so that the loop above need not keep its own.
+    // These entries are few. They are read again, so that the loop above need not keep all entries in registers.
     for (int e = 0; changing != 0; ++e, changing /= 2) {
       if (changing % 2 != 0) {
         const int64_t i = first + e * rows_at_once;

@@ -11,7 +11,7 @@
 
 namespace fastgrad::cuda {
 
-// A grid-stride loop runs from the first to the end in these steps.
+// The first element and the step of a thread in a grid-stride loop.
 __device__ inline int64_t first_element() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline int64_t element_step() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 

@@ -171,8 +171,8 @@ struct CentralDifference {
     column[i * stride] = difference_quotient(column[i * stride], minus[i], width);
   }
 
-  // On the device, so that nothing waits for it. All threads take the same branch, which replaces a kernel for each
-  // pair of types.
+  // On the device, so that nothing waits for it. All threads take the same branch, so one kernel serves all pairs
+  // of types.
   __device__ double width() const {
     switch (origin_type) {
       case RealType::float64:

@@ -44,7 +44,7 @@ cudaError_t launch_displace(
     void* x, const void* origin, RealType type, const double* displacement, int64_t stride, int64_t size, double scale,
     cudaStream_t cuda_stream);
 
-// The displacement along a random direction, and its part that the dtype of `origin` can represent.
+// The displacement along a random direction, and the direction after rounding to the dtype of `origin`.
 cudaError_t launch_realize(
     double* displacement, double* realized, const void* origin, RealType type, int64_t size, int64_t seed,
     int64_t stream, int64_t first, double eps, double relative_step, cudaStream_t cuda_stream);
@@ -60,7 +60,7 @@ cudaError_t launch_richardson(
     const double* half_plus, const double* half_minus, int64_t size, double eps, double ulp, cudaStream_t cuda_stream);
 
 // values[e] = compressed[positions[e]], less the subtrahend if there is one, for each e of `entries`; NaN where a
-// position is beyond `size`.
+// position is not in [0, size).
 cudaError_t launch_decompress(
     double* values, int64_t nonzeros, const double* compressed, const double* subtrahend, int64_t size,
     const int64_t* positions, const int64_t* entries, int64_t count, cudaStream_t cuda_stream);

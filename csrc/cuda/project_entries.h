@@ -22,8 +22,8 @@ inline int64_t project_entries_partials(int64_t count) {
 }
 
 // targets: ascending; order[e]: which of sources and entries belongs to targets[e]. squares: null if none are needed.
-// sums and squares have `size` elements, and vector has `weights`. A target outside of sums adds nothing, and a source
-// outside of vector adds NaN. partial_targets, partial_sums, partial_squares: memory for
+// sums and squares have `size` elements, and vector has `weights`. A target outside sums adds nothing, and a source
+// outside vector adds NaN. partial_targets, partial_sums, partial_squares: memory for
 // project_entries_partials(count) each, written. Does not synchronize; returns the launch error.
 cudaError_t launch_project_entries(
     double* sums, double* squares, int64_t size, const double* vector, int64_t weights, const int64_t* sources,

@@ -17,7 +17,7 @@ struct Entry {
 
 FASTGRAD_HOST_DEVICE double modulus(Entry z) { return z.im == 0.0 ? std::fabs(z.re) : std::hypot(z.re, z.im); }
 
-// A NaN in either part, even next to an infinity, whose modulus is infinite.
+// Whether either part is NaN; the modulus does not show this if the other part is infinite.
 FASTGRAD_HOST_DEVICE bool is_nan(Entry z) { return std::isnan(z.re) || std::isnan(z.im); }
 
 // The statistics of a comparison of analytical with numerical entries. `sums` run over the mismatched
@@ -68,7 +68,7 @@ FASTGRAD_HOST_DEVICE bool may_change(
          (size > 0.0 && may_exceed(error, maxima.largest_relative, size));
 }
 
-// Takes one entry into the statistics, by torch.isclose(analytical, numerical): equal values
+// Adds one entry to the statistics, by the rule of torch.isclose(analytical, numerical): equal values
 // (infinities too) are close, anything else needs a finite difference within atol + rtol |n|.
 FASTGRAD_HOST_DEVICE void reduce(
     ComparisonStatistics& statistics, Entry analytical, Entry numerical, int64_t row, int64_t column, double atol,

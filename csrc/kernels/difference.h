@@ -54,8 +54,8 @@ FASTGRAD_HOST_DEVICE double realized_component(T x, double displacement, double 
   return (8.0 * realized_width(x, displacement / 2) - realized_width(x, displacement)) / (6.0 * eps);
 }
 
-// The step length along a direction, if one joint step serves coordinates of all sizes. An infinite x takes eps,
-// by which it does not move; x - inf would not be finite.
+// The step length of a coordinate along a direction: max(eps, relative_step |x|). For an infinite x it is eps, so that
+// x does not move; an infinite step would give NaN.
 template <typename T>
 FASTGRAD_HOST_DEVICE double directional_step(T x, double eps, double relative_step) {
   const double size = static_cast<double>(x) < 0 ? -static_cast<double>(x) : static_cast<double>(x);

@@ -12,7 +12,7 @@ FASTGRAD_HOST_DEVICE Words4 direction_words(int64_t seed, int64_t stream, int64_
   return philox4x32_10(Words4{{low(group), high(group), low(stream), high(stream)}}, low(seed), high(seed));
 }
 
-// Groups that coordinates first, ..., first + size - 1 are in; first is not negative, size not zero.
+// The number of groups that hold coordinates first, ..., first + size - 1; first is not negative, size not zero.
 FASTGRAD_HOST_DEVICE int64_t direction_groups(int64_t first, int64_t size) {
   return (first + size - 1) / 4 - first / 4 + 1;
 }
@@ -20,7 +20,7 @@ FASTGRAD_HOST_DEVICE int64_t direction_groups(int64_t first, int64_t size) {
 // Magnitude uniform in [0.5, 1.5), sign random: bounded away from zero, so that no coordinate is
 // hidden, and not all of one size, so that two rarely cancel. With `halved`, a random half of the
 // components is zero, never that of coordinate 0, so that a short direction does not vanish. Every operation is
-// exact, so all devices agree bit for bit. No branch depends on a random bit: half of them would be mispredicted.
+// exact, so all devices agree bit for bit. No branch depends on a random bit: it would be mispredicted half the time.
 FASTGRAD_HOST_DEVICE double component_of(uint32_t word, int64_t coordinate, bool halved) {
   const double magnitude = 0.5 + static_cast<int32_t>(word >> 2) * (1.0 / 1073741824.0);
   const int32_t sign = 2 * static_cast<int32_t>(word & 1u) - 1;
@@ -28,7 +28,7 @@ FASTGRAD_HOST_DEVICE double component_of(uint32_t word, int64_t coordinate, bool
   return magnitude * (kept * sign);
 }
 
-// One component alone. `seed` keys the generator, `stream` numbers the directions of one check.
+// A single component. `seed` keys the generator, `stream` numbers the directions of one check.
 FASTGRAD_HOST_DEVICE double direction_component(int64_t seed, int64_t stream, int64_t coordinate, bool halved = false) {
   return component_of(direction_words(seed, stream, coordinate >> 2).word[coordinate & 3], coordinate, halved);
 }

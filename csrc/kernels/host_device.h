@@ -1,4 +1,4 @@
-// Marks a one-element body as callable from host and device code alike.
+// Marks functions of single elements as callable from both host and device code.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__HIPCC__)

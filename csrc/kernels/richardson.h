@@ -18,7 +18,7 @@ FASTGRAD_HOST_DEVICE double richardson(const FourValues& f, double eps) {
   return (8.0 * (f.half_plus - f.half_minus) - (f.plus - f.minus)) / (6.0 * eps);
 }
 
-// The error of the derivative: by curvature, by a kink or jump between the points, by rounding.
+// An estimate of the error of the derivative, from curvature, a kink or jump between the points, and rounding.
 // ulp: the relative spacing of the output's dtype. The second differences of a smooth function are proportional to h^2.
 // If a kink is at x itself, D is linear in h, and only second differences show the kink. NaN if a value is NaN.
 FASTGRAD_HOST_DEVICE double difference_noise(const FourValues& f, double base, double eps, double ulp) {
@@ -30,7 +30,7 @@ FASTGRAD_HOST_DEVICE double difference_noise(const FourValues& f, double base, d
   return (heard > smooth ? heard : smooth) / (2.0 * eps);
 }
 
-// The larger of two noises; NaN counts as the largest.
+// The larger of two noise values; NaN counts as the largest.
 FASTGRAD_HOST_DEVICE double louder(double found, double worst) {
   return worst != worst || found <= worst ? worst : found;
 }

@@ -20,7 +20,7 @@ namespace fastgrad {
 #define FASTGRAD_AVX2_TOO
 #endif
 
-// Coordinates below this number are not worth a second thread.
+// With fewer coordinates than this, a second thread is not worth its cost.
 constexpr int64_t grain_size = 16384;
 
 inline int64_t coordinates_per_element(const at::Tensor& tensor) { return tensor.is_complex() ? 2 : 1; }
@@ -34,32 +34,32 @@ at::Tensor real_coordinates(const at::Tensor& tensor);
 // kernels/difference.h's coordinate_step in plain ATen, for a zero-dimensional real `value`.
 at::Tensor coordinate_step(const at::Tensor& value, double eps, double relative_step);
 
-// Bytes of storage, from its first, that a strided tensor reaches.
+// The number of bytes from the beginning of a strided tensor's storage to the end of its last element in memory.
 int64_t bytes_reached(const at::Tensor& tensor);
 
-// Refuses a tensor whose storage was freed or shrunk underneath it. The checks of an argument's kind below include
+// Rejects a tensor whose storage was freed or shrunk underneath it. The checks of an argument's kind below include
 // this.
 void check_storage(const char* op, const char* name, const at::Tensor& tensor);
 
-// Refuses an argument that is not a strided tensor of floating or complex dtype.
+// Rejects an argument that is not a strided tensor of floating or complex dtype.
 void check_differentiable(const char* op, const char* name, const at::Tensor& tensor);
 
-// Refuses an argument that is not a strided float64 tensor with `dim` dimensions.
+// Rejects an argument that is not a strided float64 tensor with `dim` dimensions.
 void check_float64(const char* op, const char* name, const at::Tensor& tensor, int64_t dim);
 
-// Refuses an argument that is not a contiguous float64 tensor with one dimension.
+// Rejects an argument that is not a contiguous float64 tensor with one dimension.
 void check_contiguous_float64(const char* op, const char* name, const at::Tensor& tensor);
 
-// Refuses an argument that is not a contiguous int64 tensor with one dimension.
+// Rejects an argument that is not a contiguous int64 tensor with one dimension.
 void check_indices(const char* op, const char* name, const at::Tensor& tensor);
 
-// Refuses indices, int64 on the CPU, outside of [0, size).
+// Rejects indices, int64 on the CPU, outside [0, size).
 void check_range(const char* op, const char* name, const at::Tensor& indices, int64_t size);
 
-// Refuses an argument to be written that has, by its strides, several elements at one place.
+// Rejects an argument to be written whose strides put several elements at one place in memory.
 void check_written(const char* op, const char* name, const at::Tensor& tensor);
 
-// Refuses an argument to be written, `out`, that shares memory with another one, which would be read after the write.
+// Rejects an argument to be written, `out`, that shares memory with another one, which would be read after the write.
 void check_apart(
     const char* op, const char* out_name, const at::Tensor& out, const char* name, const at::Tensor& tensor);
 
@@ -68,7 +68,7 @@ void check_apart(
 void check_same_or_apart(
     const char* op, const char* out_name, const at::Tensor& out, const char* name, const at::Tensor& tensor);
 
-// Refuses an `x`, the argument `name`, that cannot be written, and an origin that is not a C-contiguous snapshot of it.
+// Rejects an `x`, the argument `name`, that cannot be written, and an origin that is not a C-contiguous snapshot of it.
 void check_origin(const char* op, const at::Tensor& x, const at::Tensor& origin, const char* name = "x");
 
 // Whether a Python subclass intercepts the operators on `tensor`: it knows the operators of ATen, but not fastgrad's.
@@ -103,7 +103,7 @@ inline int64_t coordinate_offset(const at::Tensor& tensor, int64_t coordinate) {
   TORCH_LIBRARY_IMPL(fastgrad, Conjugate, library) { library.impl(NAME, KERNEL); }                 \
   TORCH_LIBRARY_IMPL(fastgrad, Negative, library) { library.impl(NAME, KERNEL); }
 
-// Runs the lambda with `real_t` bound to the real type underneath a floating or complex dtype.
+// Runs the lambda with `real_t` bound to the real type of a floating or complex dtype.
 #define FASTGRAD_DISPATCH_REAL(DTYPE, NAME, ...)                                                           \
   AT_DISPATCH_SWITCH(                                                                                      \
       c10::toRealValueType(DTYPE), NAME,                                                                   \

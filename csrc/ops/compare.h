@@ -30,7 +30,7 @@ ComparisonStatistics compare_blocks(
     const StridedBlock& analytical, const StridedBlock& numerical, int64_t rows, int64_t entries, double atol,
     double rtol, bool complex_entries, bool equal_nan);
 
-// Argument checks of every kernel.
+// Argument checks shared by all kernels except Meta.
 void check_compare(const at::Tensor& analytical, const at::Tensor& numerical, bool complex_entries);
 
 }  // namespace fastgrad

@@ -10,10 +10,10 @@ namespace fastgrad {
 // out: float64, one-dimensional, any stride, mutated in place. first: not negative.
 void direction_(const at::Tensor& out, int64_t seed, int64_t stream, int64_t first, bool halved);
 
-// Argument checks of every kernel: the numbers of the components, rounded up to groups of four, must exist.
+// Argument checks shared by all kernels except Meta: component numbers, rounded up to groups of four, must exist.
 void check_direction(const at::Tensor& out, int64_t first);
 
-// Writes `count` components, one at least, to memory of this process, `stride` elements from one to the next.
+// Writes `count` components, at least one, to memory of this process, `stride` elements from one to the next.
 void write_direction(
     double* out, int64_t stride, int64_t count, int64_t seed, int64_t stream, int64_t first, bool halved);
 

@@ -1,4 +1,5 @@
-// Components of random directions, eight groups at a time, for CPUs with AVX2: those of direction.h, bit for bit.
+// Components of random directions, eight groups at a time, for CPUs with AVX2: equal to those of kernels/direction.h,
+// bit for bit.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)

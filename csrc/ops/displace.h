@@ -1,4 +1,4 @@
-// fastgrad::displace_: move every coordinate of a tensor by its own displacement.
+// fastgrad::displace_: moves every coordinate of a tensor by its own displacement.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@ namespace fastgrad {
 // displacement: float64, shape (coordinates of x,), any stride.
 void displace_(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& displacement, double scale);
 
-// Argument checks of every kernel.
+// Argument checks shared by all kernels except Meta.
 void check_displace(const at::Tensor& x, const at::Tensor& origin, const at::Tensor& displacement);
 
 }  // namespace fastgrad

@@ -32,7 +32,8 @@ void check_dots(const at::Tensor& rows, const at::Tensor& vector) {
 namespace {
 
 constexpr int64_t lanes = 8;
-constexpr int64_t products_at_once = 256;  // per row in turn, so that many places in memory are read at a time
+constexpr int64_t products_at_once = 256;  // columns handled in one row before the next row; alternating between rows
+                                           // reads several streams of memory at a time
 
 // Adds up products, and their magnitudes.
 FASTGRAD_AVX2_TOO void dot(const double* a, const double* b, int64_t size, double* sums) {

@@ -12,7 +12,7 @@ namespace fastgrad {
 // Returns float64, shape (count, 2).
 at::Tensor dots(const at::Tensor& rows, const at::Tensor& vector);
 
-// Argument checks of every kernel.
+// Argument checks shared by all kernels except Meta.
 void check_dots(const at::Tensor& rows, const at::Tensor& vector);
 
 }  // namespace fastgrad

@@ -11,7 +11,7 @@ namespace fastgrad {
 // tensor: strided, floating or complex.
 void flatten_(const at::Tensor& out, const at::Tensor& tensor);
 
-// Argument checks of every kernel.
+// Argument checks shared by all kernels except Meta.
 void check_flatten(const at::Tensor& out, const at::Tensor& tensor);
 
 }  // namespace fastgrad

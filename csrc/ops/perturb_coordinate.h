@@ -1,4 +1,4 @@
-// fastgrad::perturb_coordinate_: move one real coordinate of a tensor.
+// fastgrad::perturb_coordinate_: moves one real coordinate of a tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@ void perturb_coordinate_(
     const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, double eps, double relative_step,
     std::optional<int64_t> restored = std::nullopt);
 
-// Argument checks of every kernel.
+// Argument checks shared by all kernels except Meta.
 void check_perturb_coordinate(
     const at::Tensor& x, const at::Tensor& origin, int64_t coordinate, int64_t sign, std::optional<int64_t> restored);
 

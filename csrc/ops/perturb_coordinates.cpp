@@ -72,8 +72,8 @@ void perturb_coordinates_cpu(
   });
 }
 
-// `all` with the origin's values at the coordinates `restored`. Those outside mark one more element, which is dropped:
-// removing them would wait for the device.
+// `all` with the origin's values at the coordinates `restored`. Those outside select one more
+// element, which is dropped: removing them would wait for the device.
 at::Tensor with_restored(const at::Tensor& all, const at::Tensor& at_x, const at::Tensor& restored) {
   const int64_t size = all.numel();
   const at::Tensor own = restored.to(all.device());

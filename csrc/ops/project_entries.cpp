@@ -45,7 +45,7 @@ void check_project_entries(
 
 namespace {
 
-// One after the other: entries that share a target must not be added concurrently.
+// In one thread, because entries that share a target must not be added concurrently.
 void project_entries_cpu(
     const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
     const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries) {

@@ -14,7 +14,7 @@ void project_rows_(
     const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
     int64_t first_row, int64_t row_step, int64_t first_column);
 
-// Argument checks of every kernel.
+// Argument checks shared by all kernels except Meta.
 void check_project_rows(
     const at::Tensor& sums, const at::Tensor& squares, const at::Tensor& cotangents, const at::Tensor& rows,
     int64_t first_row, int64_t row_step, int64_t first_column);

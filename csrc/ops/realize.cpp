@@ -35,7 +35,7 @@ void check_realize(
 
 namespace {
 
-constexpr int64_t columns_at_once = 2048;  // the direction stays in the cache until it is used
+constexpr int64_t columns_at_once = 2048;  // so few that the direction stays in the cache until it is used
 
 // displacement: the direction on entry.
 template <typename T>

@@ -43,7 +43,7 @@ namespace {
 FASTGRAD_AVX2_TOO void extrapolate(
     double* derivative, double* noise, const double* base, const double* plus, const double* minus,
     const double* half_plus, const double* half_minus, double eps, double ulp, int64_t count) {
-#pragma omp simd  // more pointers than the compiler would compare, to find that they share no memory
+#pragma omp simd  // too many pointers for the compiler to test whether they share memory
   for (int64_t i = 0; i < count; ++i) {
     const FourValues f{plus[i], minus[i], half_plus[i], half_minus[i]};
     derivative[i] = richardson(f, eps);

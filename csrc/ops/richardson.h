@@ -14,7 +14,7 @@ void richardson_(
     const at::Tensor& derivative, const at::Tensor& noise, const at::Tensor& base, const at::Tensor& plus,
     const at::Tensor& minus, const at::Tensor& half_plus, const at::Tensor& half_minus, double eps, double ulp);
 
-// Argument checks of every kernel.
+// Argument checks shared by all kernels except Meta.
 void check_richardson(
     const at::Tensor& derivative, const at::Tensor& noise, const at::Tensor& base, const at::Tensor& plus,
     const at::Tensor& minus, const at::Tensor& half_plus, const at::Tensor& half_minus);

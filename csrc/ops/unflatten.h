@@ -1,4 +1,4 @@
-// fastgrad::unflatten_: real coordinates into a tensor, the mirror of flatten_.
+// fastgrad::unflatten_: writes real coordinates into a tensor, the inverse of flatten_.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@ namespace fastgrad {
 // coordinates: float64, shape (coordinates of tensor,), any stride.
 void unflatten_(const at::Tensor& tensor, const at::Tensor& coordinates);
 
-// Argument checks of every kernel.
+// Argument checks shared by all kernels except Meta.
 void check_unflatten(const at::Tensor& tensor, const at::Tensor& coordinates);
 
 }  // namespace fastgrad
