@@ -91,7 +91,6 @@ class Differences:
         return self.derivatives.abs().amax(0)
 
 
-@phase("directional differences")
 def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, rounding: Tensor | float) -> bool:
     """Whether repeated differences, shape (..., m), show that func returned other values than at first.
 
@@ -155,6 +154,7 @@ def contradicts(
     return derivatives_move(settings, repeat().derivatives, before.derivatives, rounding)
 
 
+@phase("directional differences")
 def directional_differences(
     problem: Problem,
     settings: Settings,

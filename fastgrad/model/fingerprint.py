@@ -9,7 +9,9 @@ from torch import Tensor
 
 from fastgrad.core.torch_private import hidden_from_dynamo
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD = 8
+"""Bytes that are mixed together."""
+
 _ROW = 1 << 16
 """Number of random factors of each kind that are drawn once."""
 
@@ -24,9 +26,9 @@ def _factors(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 @hidden_from_dynamo
 def fingerprint(tensor: Tensor) -> int:
-    """A sum of a tensor's mixed and weighted bits modulo 2^64, which changes if any one element changes.
+    """A sum of a tensor's mixed and weighted words of 64 bits modulo 2^64, which changes if any one word changes.
 
-    If several elements of b bits change, the fingerprint stays the same with a probability of about 2^-b.
+    If several words change, the fingerprint stays the same with a probability of about 2^-64.
     """
     if tensor.layout is not torch.strided:
         return sum(fingerprint(part) for part in _parts(tensor))
@@ -38,28 +40,36 @@ def fingerprint(tensor: Tensor) -> int:
     values = values.resolve_neg()
     if not values.is_contiguous():
         values = values.contiguous()
-    bits = values.reshape(-1).view(_INTEGERS[values.element_size()])
-    *within, across = _factors(bits.device)
-    rows, rest = divmod(bits.numel(), _ROW)
+    raw = values.reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % _WORD:
+        raw = raw.clone()
+    whole = raw.numel() // _WORD * _WORD
+    last = torch.nn.functional.pad(raw[whole:], (0, _WORD - raw.numel() + whole))
+    return 5 * _of_words(last.view(torch.int64)) + (_of_words(raw[:whole].view(torch.int64)) if whole else 0)
+
+
+def _of_words(words: Tensor) -> int:
+    """The fingerprint of words: int64, shape (words,)."""
+    *within, across = _factors(words.device)
+    rows, rest = divmod(words.numel(), _ROW)
     total = 0
     if rows:
-        sums = _mixed(bits[: rows * _ROW].view(rows, _ROW), *within).sum(1, dtype=torch.int64)
+        sums = _mixed(words[: rows * _ROW].view(rows, _ROW), *within).sum(1, dtype=torch.int64)
         factors = across.repeat(-(-rows // _ROW))[:rows]
         total += int((sums * factors).sum())
     if rest:
-        total += 3 * int(_mixed(bits[rows * _ROW :], *(factors[:rest] for factors in within)).sum(dtype=torch.int64))
+        total += 3 * int(_mixed(words[rows * _ROW :], *(factors[:rest] for factors in within)).sum(dtype=torch.int64))
     return total
 
 
-def _mixed(bits: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def _mixed(words: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Products with odd factors, whose upper halves change the lower ones before the second factor.
 
-    Without this, a change of the uppermost bit would have the same effect at each element, and two would cancel.
-    Products of fewer than 64 bits also wrap around, and an odd factor loses no information there, either.
+    Without this, a change of the uppermost bit would have the same effect at each word, and two would cancel.
     """
-    products = bits * first.to(bits.dtype)
-    products ^= products >> 4 * bits.element_size()
-    return products.mul_(second.to(bits.dtype))
+    products = words * first
+    products ^= products >> 32
+    return products.mul_(second)
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

@@ -196,7 +196,8 @@ class PairComparison:
     def add_statistics(self, entries: int, statistics: Sequence[float]) -> None:
         """Adds entries that are known to agree: their number, and their `statistics` from `ops.compare`."""
         self.entries += entries
-        self.largest_absolute, self.largest_relative = statistics[4:6]
+        self.largest_absolute = max(self.largest_absolute, statistics[4])
+        self.largest_relative = max(self.largest_relative, statistics[5])
 
     def add_agreeing(self, analytical: Tensor, numerical: Tensor) -> None:
         """Adds entries that are known to agree: float64, shape (coordinates,), as in `add_entries`."""

@@ -96,9 +96,10 @@ def disagreement(
     components, or one for each. movement: returns the difference of the products from run to run, as far as nondet_tol
     allows it.
     """
-    if not differ(products, sums, settings.atol, False):
-        return None  # all errors are within the smallest atol
-    allowed = atol * vectors.abs().amax(1, keepdim=True) + rtol * term_sizes(squares, sums)
+    sizes = vectors.abs().amax(1, keepdim=True)
+    if not differ(products, sums, settings.atol * min(1.0, float(sizes.amin())), False):
+        return None  # all errors are within any tolerance below
+    allowed = atol * sizes + rtol * term_sizes(squares, sums)
     if settings.nondet_tol and movement is not None:
         allowed = allowed + movement()
     # Not "error > allowed", because a NaN must count as wrong. The entries of an infinite sum were already compared.
