@@ -60,6 +60,14 @@ def calls_seconds(func: Callable[..., Any], inputs: tuple[Tensor, ...], rounds: 
         return evaluation, median_seconds(lambda: problem.vjp(cotangent), rounds)
 
 
+def jvp_ratio(func: Callable[..., Any], inputs: tuple[Tensor, ...], rounds: int) -> float:
+    """The median time of a JVP, in evaluations without a graph."""
+    with Problem(func, inputs) as problem:
+        evaluation = median_seconds(lambda: problem.evaluate(False), rounds)
+        tangent = torch.ones(1, problem.n, dtype=torch.float64, device=DEVICE)
+        return median_seconds(lambda: problem.jvps_of(tangent), rounds) / evaluation
+
+
 def beside_the_calls(check: Callable[[], fastgrad.Report], evaluation: float, vjp: float, rounds: int) -> float:
     """Seconds of a check without its calls of func and backward."""
     report = check()
@@ -114,16 +122,13 @@ def measured(rounds: int) -> dict[str, float]:
     x = leaf(SIZE)
     evaluation, vjp = calls_seconds(torch.sin, (x,), rounds)
     # So costly that only the time of func and backward matters, and of the most common kinds.
-    ratios = [
-        heavy_vjp / heavy
-        for func, inputs in (
-            (torch.matmul, (leaf(300, 300), leaf(300, 300))),
-            (torch.tanh, (leaf(1_000_000),)),
-            (lambda x: x.softmax(-1), (leaf(1000, 1000),)),
-            (torch.nn.functional.conv2d, (leaf(8, 16, 32, 32), leaf(16, 16, 3, 3))),
-        )
-        for heavy, heavy_vjp in [calls_seconds(func, inputs, rounds)]
-    ]
+    functions: tuple[tuple[Callable[..., Any], tuple[Tensor, ...]], ...] = (
+        (torch.matmul, (leaf(300, 300), leaf(300, 300))),
+        (torch.tanh, (leaf(1_000_000),)),
+        (lambda x: x.softmax(-1), (leaf(1000, 1000),)),
+        (torch.nn.functional.conv2d, (leaf(8, 16, 32, 32), leaf(16, 16, 3, 3))),
+    )
+    ratios = [heavy_vjp / heavy for function in functions for heavy, heavy_vjp in [calls_seconds(*function, rounds)]]
     _, least = calls_seconds(lambda x: x.clone(), (leaf(1),), rounds)
     sketch = fastgrad.check(torch.sin, x, fast_mode=True, engine="sketch")
     compressed = fastgrad.check(torch.sin, x, engine="compressed")
@@ -138,6 +143,7 @@ def measured(rounds: int) -> dict[str, float]:
     return {
         "vjp_seconds": least,
         "vjp_evaluations": statistics.geometric_mean(ratios),
+        "jvp_evaluations": statistics.geometric_mean(jvp_ratio(*function, rounds) for function in functions),
         "sketch_seconds": beside_the_calls(
             lambda: fastgrad.check(torch.sin, x, fast_mode=True, engine="sketch"), evaluation, vjp, rounds
         ),
