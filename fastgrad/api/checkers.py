@@ -639,7 +639,7 @@ def _raise_or_return(
     if watch is not None:
         watch(report)
     if report.precision is not None and report.precision.undecided:
-        warn(f"The check is undecided: {report.precision.undecided}. To decide: {report.precision.remedy}.")
+        warn(f"The check is undecided: {report.precision.undecided}. To get a verdict: {report.precision.remedy}.")
     elif report.undecided is not None:
         more = "fast_mode=False" if settings.fast_mode else "engine='dense'"
         warn(f"No error was found, but the check is {undecided_text(report.undecided)}. {more} compares every entry.")

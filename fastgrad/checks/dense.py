@@ -76,7 +76,7 @@ def dense_check(
             if failure is None:
                 findings.add(own)
                 return plan, None
-            reason = "a mismatch is checked again by single calls"
+            reason = "a mismatch is checked again, one call at a time"
         reason = f"{plan.reason}; {reason}"
         plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:

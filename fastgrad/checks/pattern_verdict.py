@@ -276,7 +276,7 @@ class PatternVerdict(_Entries):
         """The comparison of all entries, then a failure of repeated groups, then the certificates."""
         differs = self._differs()
         if differs and self.plan.replayed:
-            self._measure_wrong_replays_again("a mismatch is checked again by single calls")
+            self._measure_wrong_replays_again("a mismatch is checked again, one call at a time")
             differs = self._differs()
         measured = (self._of_backward.values.clone(), self.numerical.clone()) if differs else ()
         failure = self._confirmed_mismatch() if differs else None

@@ -107,7 +107,7 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
             "low precision",
             f"func computes in {evidence.output_dtype} and returns double precision: all values of the output are "
             f"exactly representable in {evidence.output_dtype}",
-            "all output values at a point next to x",
+            "checked for all output values at a point next to x",
             0.96,
         )
     elif failure.trouble == "low precision":
@@ -149,7 +149,7 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
     if off <= rounding_error:
         yield Cause(
             "rounding",
-            f"at eps = {eps:g} rounding hides the difference: one ulp of func's value, divided by eps, is "
+            f"at eps = {eps:g}, rounding hides the difference: one ulp of func's value, divided by eps, is "
             f"{ulp / eps:.1e}; use a larger eps, or subtract the common offset of the values",
             f"|difference| {off:.1e} is within rounding",
             0.92,
@@ -369,18 +369,18 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
         if modulus(found + wanted) <= RESIDUAL * modulus(wanted) and off <= RESIDUAL * size:
             yield Cause(
                 "missing conjugate",
-                f"the {failure.part} part has the wrong sign and the other part is right: a missing conj(), of "
-                "grad_output or of its factor",
-                f"the other part is off by {off:.0e}",
+                f"the gradient of the {failure.part} part of the output has the wrong sign, and that of the other part "
+                "is right: a conj() of grad_output or of its factor is missing",
+                f"the gradient of the other part is off by {off:.0e}",
                 0.97,
             )
         elif modulus(found) == 0 and size and off <= RESIDUAL * size:
             dropped = "imaginary" if failure.part == "imaginary" else "real"
             yield Cause(
                 "complex factor",
-                f"backward ignores the {dropped} part of grad_output, and the other part is right: a .real or .imag in "
-                "backward",
-                f"the other part is off by {off:.0e}",
+                f"backward ignores the {dropped} part of grad_output, and the gradient of the other part is right: a "
+                ".real or .imag in backward",
+                f"the gradient of the other part is off by {off:.0e}",
                 0.95,
             )
 

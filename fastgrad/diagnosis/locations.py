@@ -235,7 +235,7 @@ def _rule(
     if likely > most:
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
-    wrong = f"all {bad} wrong elements" if bad > 1 else "the only wrong element"
+    wrong = {1: "the only wrong element", 2: "both wrong elements"}.get(bad, f"all {bad} wrong elements")
     sampled = "" if places.is_complete else " in the sample"
     measure = f"covers {wrong} and none of the {total - bad} right ones{sampled}"
     return _of(places, Cause(name, text, measure, base * (1 - likely)), covers)
@@ -336,7 +336,7 @@ def _outside(low: Tensor | int, high: Tensor | int, dims: list[int]) -> Covers:
 
 
 def _several(count: int) -> str:
-    return "place" if count == 1 else f"{count} places"
+    return "position" if count == 1 else f"{count} positions"
 
 
 def _slice(places: _WrongElements, name: str) -> Rule | None:

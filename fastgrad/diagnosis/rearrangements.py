@@ -241,8 +241,9 @@ def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
         if bool(difference <= allowed) and moved > 1 and bool(spread > 10 * allowed):
             yield Cause(
                 "permuted",
-                f"{what} has the right values at wrong positions: an index instead of its inverse, or vice versa",
-                f"sorted, the entries agree to {float(difference):.0e}; {moved} of {count} entries moved",
+                f"{what} has the right values at wrong positions: a permutation is applied instead of its inverse, or "
+                "vice versa",
+                f"after sorting, the entries agree to {float(difference):.0e}; {moved} of {count} positions differ",
                 0.91,
             )
             return
@@ -357,7 +358,7 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
             "missing reduction",
             "the missing part is the same for many elements, up to a factor per row and per column: a sum or a mean "
             "over grad_output, which must be subtracted or added",
-            "the error is an outer product within each part",
+            "the error is an outer product within each block of the Jacobian",
             0.75,
         )
 

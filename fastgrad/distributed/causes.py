@@ -33,8 +33,8 @@ CONFIDENCE = 0.97
 def explained(report: Report, session: Session, arguments: tuple[Any, ...], checked: Sequence[int]) -> Report:
     """The report with causes and notes about the ranks."""
     notes = [
-        f"ranks hold different values of {what} {number}, which is Replicate(): at {apart.index} rank {apart.rank} has "
-        f"{apart.found:.6g}, rank 0 {apart.on_first:.6g}"
+        f"ranks hold different values of {what} {number}, whose placement is Replicate(): at {apart.index}, rank "
+        f"{apart.rank} has {apart.found:.6g} and rank 0 has {apart.on_first:.6g}"
         for (what, number), apart in session.differences.items()
     ]
     failure = report.failure
@@ -66,7 +66,7 @@ def _place(failure: Failure, session: Session) -> list[str]:
     if not isinstance(space.placement, Shard):
         return [f"{name} is held by all ranks"]
     rank, index = held_by(space.placement, [part.shape for part in parts], worst.input_index)
-    return [f"{name} is wrong on rank {rank}, at {index} of its part"]
+    return [f"the gradient of {name} is wrong on rank {rank}, at {index} of its part"]
 
 
 @dataclass
@@ -101,7 +101,8 @@ def _causes(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
     alike = all(_same(one.found, sampled[0].found) for one in sampled)
     if replicated and not alike and _same(total, sampled[0].numerical):
         text = (
-            "the gradients of the ranks add up to the right one: an all_reduce is missing, or the placement Partial()"
+            "the gradients of the ranks add up to the right one: an all_reduce is missing, or the placement must be "
+            "Partial()"
         )
         return [_cause("reduction missing between ranks", text)]
     if _same(found, own) and not _same(found, numerical) and not (partial or alike):
@@ -109,8 +110,8 @@ def _causes(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
         return [_cause("reduction missing between ranks", text)]
     if partial and _same(found, numerical):
         text = (
-            f"each rank has the whole gradient, which is counted {count} times as Partial(): it was reduced once too "
-            "often, or its placement is Replicate()"
+            f"each rank has the whole gradient, but the placement Partial() counts it {count} times: it was reduced "
+            "once too often, or its placement must be Replicate()"
         )
         return [_cause("reduced twice", text)]
     joined, right = (total, sampled[0].numerical) if partial else (found, numerical)
@@ -135,8 +136,8 @@ def _of_some_ranks(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
             )
             return [_cause("wrong shard", f"ranks have the gradients of other parts of the tensor: {pairs}")]
     if not isinstance(space.gradient, Partial) and 0 < len(wrong) < len(sampled):
-        ranks = ", ".join(map(str, wrong))
-        return [_cause("one rank", f"the gradient is wrong on rank {ranks} only: the other ranks have the right one")]
+        ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
+        return [_cause("one rank", f"the gradient is wrong only on {ranks}: the other ranks have the right one")]
     return []
 
 

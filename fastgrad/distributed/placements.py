@@ -70,17 +70,17 @@ def held_by(placement: Shard, parts: Sequence[torch.Size], index: Sequence[int])
             own[placement.dim] -= first
             return rank, own
         first += size
-    raise IndexError(f"index {list(index)} is outside of all parts; their shapes: {[list(shape) for shape in parts]}")
+    raise IndexError(f"index {list(index)} is outside all parts; their shapes: {[list(shape) for shape in parts]}")
 
 
 def mismatch(placement: Placement, shapes: Sequence[torch.Size]) -> str:
     """The reason why parts of these shapes do not form a tensor; empty if they do."""
     if isinstance(placement, Shard):
         if not 0 <= placement.dim < min(len(shape) for shape in shapes):
-            return f"is {placement}, and has {len(shapes[0])} dimensions on rank 0"
+            return f"is {placement}, but has {len(shapes[0])} dimension{'' if len(shapes[0]) == 1 else 's'} on rank 0"
         others = {(*shape[: placement.dim], *shape[placement.dim + 1 :]) for shape in shapes}
-        return "" if len(others) == 1 else f"is {placement}, and other dimensions differ: {_listed(shapes)}"
-    return "" if len(set(shapes)) == 1 else f"is {placement}, and its shapes differ: {_listed(shapes)}"
+        return "" if len(others) == 1 else f"is {placement}, but its other dimensions differ: {_listed(shapes)}"
+    return "" if len(set(shapes)) == 1 else f"is {placement}, but its shapes differ: {_listed(shapes)}"
 
 
 def _listed(shapes: Sequence[torch.Size]) -> str:

@@ -329,7 +329,8 @@ def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
         plan,
         columns_per_pass=columns,
         memory=8 * (columns * problem.m + min(plan.rows_per_block, problem.m) * problem.n),
-        reason=f"{plan.reason}; out of memory: {columns} of {problem.n} columns at a time, by single calls",
+        reason=f"{plan.reason}; after running out of memory: {columns} of {problem.n} columns at a time, without "
+        "batches or replays",
         batch=None,
         replayed=False,
         rows_replayed=False,

@@ -135,7 +135,7 @@ class LossErrorExperiments:
     def next_to_stationary_point(self) -> AbstractContextManager[None]:
         """A context in which the parameters are next to a point at which a right gradient of zero may hide errors."""
         self.remarks.append(
-            "some gradients are zero at the parameters, which is right; the gradient of the loss was compared at other "
+            "some gradients are correctly zero at the parameters; the gradient of the loss was also compared at other "
             f"parameters, too, about {NEXT_TO:.0%} away"
         )
         return self._next_to()
@@ -261,7 +261,7 @@ class LossErrorExperiments:
     def _add_hooks(self, hooks: Sequence[Hook], names: tuple[str, ...], error: float) -> None:
         for hook in hooks:
             change = "makes gradients zero" if hook.returned_zero else "changes gradients"
-            text = f"the hook {hook.name} of {hook.owner} {change}; without the hook they agree with differences"
+            text = f"the hook {hook.name} of {hook.owner} {change}; without the hook, they agree with differences"
             found = Finding("hook", text, (hook.site,), hook.name, names, error)
             if not any(one.text == text for one in self.findings):
                 self.findings.append(found)

@@ -240,11 +240,11 @@ def enter_precise(step: Step, whole: LossDerivatives, stack: ExitStack) -> str:
                 if whole.dtype is torch.float64:
                     stack.push(trial.pop_all())
                     return ""
-                why = f"its loss is {str(whole.dtype).removeprefix('torch.')} there"
+                why = f"the loss of its copy in double precision is {str(whole.dtype).removeprefix('torch.')}"
             except OUT_OF_MEMORY:
                 raise
             except Exception as error:
-                why = f"it raises {type(error).__name__} there"
+                why = f"its copy in double precision raises {type(error).__name__}"
     whole.measure()
     return why
 

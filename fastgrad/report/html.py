@@ -147,7 +147,7 @@ def _worst_section(report: ReportData) -> str:
     head = ("entry", "analytical", "numerical", "|difference|", "allowed", "times allowed")
     note = ""
     if any(entry.error is None for entry in comparison.worst_entries):
-        note = '<p class="soft">Values without an error estimate are those at eps, which were not re-measured.</p>'
+        note = '<p class="soft">Values without an error estimate were measured at eps only.</p>'
     return section("Worst entries", table(head, rows, (1, 2, 3, 4, 5)), note)
 
 

@@ -54,7 +54,7 @@ def summary(report: ReportData) -> str:
     if len(report.pairs) > MOST_PAIRS:
         rest = report.pairs[MOST_PAIRS:]
         lines.append(
-            f"             and {_count(len(rest), 'pair')} more, largest absolute error "
+            f"             and {_count(len(rest), 'more pair')}, largest absolute error "
             f"{max(pair.largest_absolute for pair in rest):.2g}"
         )
     lines += [f"  certified  {certificate.claim}: {bound_text(certificate)}" for certificate in report.certificates]
@@ -197,7 +197,7 @@ def failure_message(report: ReportData) -> str:
     """
     failure = report.failure
     if failure is None:
-        raise ValueError("failure_message needs a report with a failure, and this one passed.")
+        raise ValueError("failure_message needs a report with a failure, but this check did not fail.")
     lines = [key_phrase(report, failure)]
     if failure.kind in _HEADLINES:
         lines = [_headline(report, failure), *lines]
@@ -387,8 +387,8 @@ _PHRASES: dict[FailureKind, str] = {
     "undefined, which stands for zero: {detail}.",
     "ranks differ": "The ranks have different values of the same tensor: {detail}.",
     "recorded gradient": "Backward gives different gradients with and without create_graph=True: {detail}.",
-    "kept gradient": "Backward caches gradients by the address or identity of grad_output. Two tensors with the same "
-    "values give different gradients: {detail}.",
+    "kept gradient": "Two grad_outputs with the same values give different gradients: {detail}. Backward may cache "
+    "gradients by the address or identity of grad_output.",
     "batched raises": "While computing batched gradients, got: {detail}\n\n{batched}",
     "batched differs": "For {output} and {input}:\n\n{batched}\n\n{detail}",
 }

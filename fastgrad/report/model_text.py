@@ -69,8 +69,8 @@ def end_to_end_line(whole: EndToEnd) -> str:
     """The derivative of the loss by autograd and by differences."""
     pairs = ", ".join(f"{a:.6g} / {n:.6g}" for a, n in zip(whole.analytical, whole.numerical, strict=True))
     return (
-        f"{whole.verdict} in {whole.dtype}: derivative of the loss by autograd / by differences {pairs}; relative "
-        f"error {whole.error:.2g}"
+        f"{whole.verdict} in {whole.dtype}: directional derivatives of the loss (autograd / differences): {pairs}; "
+        f"relative error {whole.error:.2g}"
     )
 
 

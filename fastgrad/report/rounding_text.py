@@ -29,7 +29,7 @@ def passed(precision: LowPrecision) -> str:
     if precision.smallest_scale is not None:
         text += f"; an error of {_percent(precision.smallest_scale)} common to all entries would have been found"
     if precision.hidden:
-        text += f"; in {_percent(precision.hidden)} of the entries rounding may hide an error of 100 %"
+        text += f"; in {_percent(precision.hidden)} of the entries, rounding may hide an error of 100 %"
     return text
 
 

@@ -238,8 +238,8 @@ def _at_a_made_up_point(case: Case, verdict: VariantVerdict, line: str) -> tuple
     if found.wrong or not found.without:
         return verdict, line
     return "no derivative", (
-        f"{found.without} entries have different one-sided derivatives, infinite ones, or ones below the rounding of "
-        "the output"
+        f"{found.without} {'entry has' if found.without == 1 else 'entries have'} no derivative: the one-sided "
+        "derivatives differ, are infinite, or are hidden by rounding of the output"
     )
 
 

@@ -266,7 +266,7 @@ def test_replayed_groups(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
     assert wrong.failure is not None
     assert wrong.failure.kind == "mismatch"
     assert wrong.plan is not None
-    assert "a mismatch is checked again by single calls" in wrong.plan.reason
+    assert "a mismatch is checked again, one call at a time" in wrong.plan.reason
 
 
 @pytest.mark.parametrize("way", ["batches", "replays"])
@@ -294,4 +294,4 @@ def test_verdicts(way: str, device: torch.device, monkeypatch: pytest.MonkeyPatc
     assert failed.failure.kind == "mismatch"
     assert failed.failure.input == 0
     assert failed.plan is not None
-    assert "a mismatch is checked again by single calls" in failed.plan.reason
+    assert "a mismatch is checked again, one call at a time" in failed.plan.reason

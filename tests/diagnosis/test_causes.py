@@ -277,8 +277,13 @@ def test_what_a_square_input_tells() -> None:
     [
         ((4, 5), lambda i: i[:, 1] == 2, "slice", "wrong only in in0[:, 2]"),
         ((3, 4, 5), lambda i: (i[:, 0] == 1) & (i[:, 1] == 2), "slice", "wrong only in in0[1, 2, :]"),
-        ((3, 9), lambda i: (i[:, 1] == 0) | (i[:, 1] == 8), "boundary", "wrong only at the first place and the last"),
-        ((3, 9), lambda i: i[:, 1] < 2, "boundary", "wrong only at the first 2 places along dimension 1"),
+        (
+            (3, 9),
+            lambda i: (i[:, 1] == 0) | (i[:, 1] == 8),
+            "boundary",
+            "wrong only at the first position and the last",
+        ),
+        ((3, 9), lambda i: i[:, 1] < 2, "boundary", "wrong only at the first 2 positions along dimension 1"),
         (
             (6, 7),
             lambda i: (i == 0).any(1) | (i[:, 0] == 5) | (i[:, 1] == 6),
@@ -382,7 +387,7 @@ def test_a_rule_that_fits_a_sample_is_stated_of_the_sample() -> None:
     report = report_of(a, n, ((30,), (30,)))
     report = replace(report, sample=replace(report.sample, complete=False))
     cause = next(cause for cause in diagnose(report) if cause.name == "boundary")
-    text = "wrong only at the first 2 places along dimension 0 of in0: padding, or a halo"
+    text = "wrong only at the first 2 positions along dimension 0 of in0: padding, or a halo"
     assert cause.text == f"in a sample of 900 entries, {text}"
     assert cause.confidence < HEADLINE_CONFIDENCE
     cause = diagnose(replace(report, evidence=Evidence(places=((text, True),))))[0]

@@ -241,5 +241,7 @@ def test_positions_in_a_sample_are_tested_on_the_other_entries(rows: int, fast: 
 
     report = check(function(lambda x: factor * x, backward), leaf(n), Settings(fast_mode=fast))
     texts = [cause.text for cause in report.causes if cause.name == "boundary"]
-    assert texts == (["wrong only at the first 2 places along dimension 0 of out0: padding, or a halo"] * (rows == 2))
+    assert texts == (
+        ["wrong only at the first 2 positions along dimension 0 of out0: padding, or a halo"] * (rows == 2)
+    )
     assert report.evidence.places is None or all(is_right == (rows == 2) for _, is_right in report.evidence.places)

@@ -133,7 +133,7 @@ def test_a_wrong_complex_gradient_has_a_place(placement: Any) -> None:
     )
     assert report.failure is not None
     where = "is wrong on rank 0" if isinstance(placement, Shard) else "is held by all ranks"
-    assert any(note.startswith("input 0, ") and where in note for note in report.notes)
+    assert any("input 0, " in note and where in note for note in report.notes)
 
 
 def test_inputs_without_elements_and_results_without_derivatives() -> None:

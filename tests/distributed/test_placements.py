@@ -24,7 +24,7 @@ def test_an_element_is_held_by_one_rank() -> None:
     shapes = [torch.Size((2, 3)), torch.Size((2, 0)), torch.Size((2, 2))]
     assert held_by(Shard(1), shapes, [1, 2]) == (0, [1, 2])
     assert held_by(Shard(1), shapes, [1, 4]) == (2, [1, 1])
-    with pytest.raises(IndexError, match=r"index \[0, 5\] is outside of all parts"):
+    with pytest.raises(IndexError, match=r"index \[0, 5\] is outside all parts"):
         held_by(Shard(1), shapes, [0, 5])
 
 

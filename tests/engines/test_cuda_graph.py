@@ -487,7 +487,7 @@ def test_a_wrong_gradient_fails_one_by_one(replaying: Cuda, monkeypatch: pytest.
     assert report.failure.comparison == alone.failure.comparison
     assert report.plan is not None
     assert not report.plan.replayed
-    assert "a mismatch is checked again by single calls" in report.plan.reason
+    assert "a mismatch is checked again, one call at a time" in report.plan.reason
 
 
 @pytest.mark.parametrize(
@@ -691,7 +691,7 @@ def test_a_wrong_row_fails_one_by_one(replaying_rows: Cuda, monkeypatch: pytest.
     assert report.failure.comparison == alone.failure.comparison
     assert report.plan is not None
     assert not report.plan.rows_replayed
-    assert "a mismatch is checked again by single calls" in report.plan.reason
+    assert "a mismatch is checked again, one call at a time" in report.plan.reason
 
 
 @pytest.mark.parametrize("is_once", [False, True])

@@ -236,7 +236,7 @@ def test_a_failure_is_told_from_evaluations_one_by_one(monkeypatch: pytest.Monke
     alone = check(wrong, inputs, DENSE)
     assert report.plan is not None
     assert report.plan.batch is None
-    assert "a mismatch is checked again by single calls" in report.plan.reason
+    assert "a mismatch is checked again, one call at a time" in report.plan.reason
     assert report.failure is not None
     assert alone.failure is not None
     assert report.failure.input == alone.failure.input == 1

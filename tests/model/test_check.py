@@ -436,7 +436,7 @@ def test_a_hook_that_returns_zeros_is_named() -> None:
     report = check_model(model, torch.randn(10, 8), squared)
     found = [(finding.kind, finding.sites[0].module, finding.parameters) for finding in report.findings]
     assert found == [("hook", "0", ("0.weight",)), ("hook", "2", ("2.weight",))]
-    assert "of 0.weight makes gradients zero; without the hook they agree with differences" in report.findings[0].text
+    assert "of 0.weight makes gradients zero; without the hook, they agree with differences" in report.findings[0].text
     assert not report.remarks
 
 
@@ -774,7 +774,7 @@ def test_a_loss_that_is_always_single_is_compared_in_the_dtype_of_the_model() ->
     report = check_model(Runs(lambda model, x: model.linear(x)), torch.randn(8, 4), lambda y: Single.apply(squared(y)))
     assert report.passed, str(report)
     assert report.end_to_end.dtype == "float32"
-    assert any("not in double precision: its loss is float32 there" in remark for remark in report.remarks)
+    assert any("not in double precision: the loss of its copy" in remark for remark in report.remarks)
 
 
 def test_a_model_in_double_precision_is_checked_as_it_is() -> None:

@@ -227,7 +227,7 @@ def test_small_matrices_are_shown() -> None:
 
 
 def test_a_passed_report_has_no_message() -> None:
-    with pytest.raises(ValueError, match="passed"):
+    with pytest.raises(ValueError, match="did not fail"):
         failure_message(report(None))
     assert engine_line(report(None, seconds=2.5)).endswith("5 VJPs, 2.50 s")
 
@@ -248,7 +248,8 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     ),
     "rolled": ("probably grad_output is shifted by -2 along dimension 1",),
     "permuted": (
-        "probably grad_output has the right values at wrong positions: an index instead of its inverse, or vice versa",
+        "probably grad_output has the right values at wrong positions: a permutation is applied instead of its "
+        "inverse, or vice versa",
     ),
     "missing reduction": (
         "probably each element of the input affects 15 outputs, and the gradient of the input is 0.3333 x the right "
@@ -272,12 +273,12 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "and there the analytical gradient is 2 x the numerical one wherever it is wrong: the factor 0.5 is missing",
     ),
     "boundary": (
-        "probably wrong only at the first place and the last place along dimension 1 of in0: padding, or a halo",
+        "probably wrong only at the first position and the last position along dimension 1 of in0: padding, or a halo",
         "and there the analytical gradient is 0.5 x the numerical one wherever it is wrong: the factor 2 is missing",
     ),
     "last tile": (
         "probably wrong only in the last tile: from index 24 (a multiple of 8) along dimension 0 of in0, size 29",
-        "or wrong only at the last 5 places along dimension 0 of in0: padding, or a halo",
+        "or wrong only at the last 5 positions along dimension 0 of in0: padding, or a halo",
         "and there " + ZERO,
     ),
     "triangle": (
@@ -335,7 +336,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "-0.967407, and the analytical gradient agrees with it up to rounding",
     ),
     "rounding": (
-        "probably at eps = 1e-06 rounding hides the difference: one ulp of func's value, divided by eps, "
+        "probably at eps = 1e-06, rounding hides the difference: one ulp of func's value, divided by eps, "
         "is 2.2e+02; "
         "use a larger eps, or subtract the common offset of the values",
     ),
