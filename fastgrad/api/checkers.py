@@ -43,14 +43,14 @@ TensorOrTensors = Tensor | Sequence[Any]
 Found = TypeVar("Found")
 
 watcher: ContextVar[Callable[[Report], object] | None] = ContextVar("fastgrad_watcher", default=None)
-"""Functions that are called with the report of every gradcheck and gradgradcheck that reaches a verdict."""
+"""A function that is called with the report of every gradcheck and gradgradcheck that reaches a verdict, or None."""
 
 estimates: ContextVar[bool] = ContextVar("fastgrad_estimates", default=False)
 """Whether checks raise an `Estimate` of their duration instead of running."""
 
 
 class Estimate(Exception):  # noqa: N818
-    """Carries the estimated duration of a check, in `seconds`; raised to end the check, not as an error."""
+    """Contains the estimated duration of a check, in `seconds`; raised to end the check, not as an error."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the check would take {seconds:.3g} s")
@@ -89,8 +89,8 @@ def gradcheck(
 
     Every entry of the Jacobian of every differentiable output with respect to every input that
     requires grad is compared: ``|analytical - numerical| <= atol + rtol |numerical|``. For a complex
-    output, its imaginary and its real part are checked as two real functions; for a complex input an
-    entry is the conjugate Wirtinger derivative, and its modulus is compared. The backward must also
+    output, its imaginary and its real part are checked as two real functions. For a complex input, an
+    entry is the conjugate Wirtinger derivative, and ``|...|`` is the modulus. The backward must also
     be deterministic and linear in grad_output, return zeros for a grad_output of zeros, and accept
     undefined grad_outputs.
 
@@ -104,8 +104,8 @@ def gradcheck(
         floating or complex dtype (preferably double precision), are checked. Everything else is passed to
         func unchanged. The same tensor may be passed twice.
     eps
-        Step of the differences: a number or a real tensor without dimensions (so are atol and rtol).
-        Differences are divided by the step actually taken, rounded to the input's dtype.
+        Step of the differences to each side: a number or a real tensor without dimensions, like atol and
+        rtol. Differences are divided by the step actually taken, rounded to the input's dtype.
     atol, rtol
         Absolute and relative tolerance.
     raise_exception
@@ -113,12 +113,12 @@ def gradcheck(
     nondet_tol
         Allowed difference between two runs of the same backward.
     check_undefined_grad
-        Check that undefined grad_outputs are accepted and count as zeros.
+        Check that backward accepts undefined grad_outputs and treats them as zeros.
     check_grad_dtypes
         Check that gradients have the dtypes of their inputs.
     check_batched_grad, check_batched_forward_grad
         Check that gradients, or forward-mode derivatives, computed under vmap equal those
-        computed one by one.
+        computed one call at a time.
     check_forward_ad
         Also check the Jacobians of forward-mode AD. The jvp must be linear in its tangents and accept
         undefined ones (the latter with check_undefined_grad).
@@ -174,7 +174,8 @@ def gradcheck(
     GradcheckError
         The check failed; its ``report`` holds the numbers.
     ValueError, RuntimeError, TypeError, AssertionError
-        An argument cannot be checked, or func returned different outputs for perturbed inputs.
+        An argument cannot be checked, or func returned outputs of another kind, for example of another
+        shape, for perturbed inputs.
     NotImplementedError
         An input is not supported: nested, or sparse in forward mode.
     ImportError
@@ -349,10 +350,11 @@ def check(
     eps, atol, rtol
         As in `gradcheck`: one number for all inputs, one per checked tensor, in the order of
         `Report.input_names`, or a mapping from names to numbers. A name also applies to all names below it (for
-        example "module"); names that are missing have the default. Inputs with different steps never share a
-        column group. In sums over inputs (certificates and fast mode) they are perturbed one after the other, so
-        a direction takes evaluations for each step, and errors are measured in units of the input's own atol.
-        Tests that combine all inputs (linearity of a jvp) use the largest tolerances.
+        example "module"); inputs without a number have the default. Inputs with different steps never share a
+        column group. In sums over inputs (certificates and fast mode), inputs with different steps are perturbed
+        one after the other: a direction takes evaluations for each step. Errors in these sums are measured in
+        units of the input's own atol. Tests that combine all inputs (linearity of a jvp) use the largest
+        tolerances.
     check_forward_ad, check_backward_ad, check_batched_forward_grad
         With order=1, as in `gradcheck`.
     grad_outputs, gen_non_contig_grad_outputs, check_fwd_over_rev, check_rev_over_rev
@@ -362,9 +364,9 @@ def check(
         the values of func's parameters; "float64" is a copy of func in double precision.
     group
         Process group whose ranks share the work, for example `torch.distributed.group.WORLD`. Every rank has func
-        and all inputs, and calls this function with the same arguments. If the columns and rows of the Jacobians
-        take long, all ranks compute them. All ranks return the report of a check on one rank. None: this process
-        only.
+        and all inputs, and calls this function with the same arguments. If computing the columns and rows of the
+        Jacobians takes long, they are divided among all ranks. All ranks return the report that a check on one
+        rank would return. None: this process only.
     checkpoint
         File in which the columns and rows of a long exact check are saved. If the process is killed or raises, the
         same call resumes from the file, with any number of ranks, and returns the same report as an uninterrupted
@@ -471,7 +473,7 @@ def _run(
     by_tolerances: Callable[[], Found],
     names: tuple[str, ...] = (),
 ) -> Found | Report:
-    """Checks by tolerances or, in lower dtypes, by measured rounding; make: makes the reference."""
+    """The result of `by_tolerances` or, in lower dtypes, of a check by measured rounding; make: makes the reference."""
     if estimates.get():
         from fastgrad.checks.estimate import estimated_seconds  # imported here to keep `import fastgrad` fast
 
@@ -500,7 +502,7 @@ def _named(
         return replace(found, output_names=output_names())
 
     if partition is not None and measures_rounding(arguments, settings):
-        return partition.report(report)  # rank 0 calls func, and the others do not
+        return partition.report(report)  # only rank 0 calls func
     return report(partition)
 
 
@@ -519,7 +521,7 @@ def _higher_order_report(
         made: GradOutputs = "ones" if settings.grad_outputs == "ones" else "random"
         grads = grad_outputs_for(backward, arguments, made, settings.seed + order)
         with SavedState(arguments):
-            found = backward(*arguments)  # constants get no grad_output
+            found = backward(*arguments)  # results that are constants get no grad_output
         named = zip(_names_of_gradients(known, backward), found, strict=True)
         results = [name for name, value in named if value.requires_grad]
         known = tuple(name for name, value in zip(names, arguments, strict=True) if value.requires_grad)
@@ -608,7 +610,7 @@ def _refuse_keywords_of_the_other_order(order: int, keywords: Mapping[str, Any])
 def _second_order(
     func: Callable[..., Any], inputs: tuple[Any, ...], grad_outputs: Any, settings: Settings
 ) -> tuple[Backward, tuple[Any, ...]]:
-    """The function that a check of second derivatives checks, and its arguments; may call func to make grad_outputs."""
+    """The backward that a check of second derivatives checks, and its arguments; may call func to make grad_outputs."""
     check_callable(func)
     made = settings.grad_outputs or "given"
     if made != "given":

@@ -31,7 +31,7 @@ def numerical_jacobian(
     layout: torch.layout = torch.strided,
     seed: int = 0,
 ) -> Jacobians:
-    """The Jacobians of func at inputs by central differences, divided by the steps actually taken.
+    """The Jacobians of func at inputs, from central differences that are divided by the steps actually taken.
 
     If the Jacobian is sparse, columns that share no row are perturbed together. Random directions certify
     that all entries outside the sparsity pattern are zero.
@@ -41,9 +41,9 @@ def numerical_jacobian(
     func
         Function of the inputs; returns a Tensor or a tuple or list of Tensors.
     inputs
-        A Tensor, or a tuple or list. Strided tensors that require grad are perturbed in place, and restored.
+        A Tensor, or a tuple or list. Strided tensors that require grad are perturbed in place and then restored.
     eps
-        The step.
+        The step to each side of x.
     layout
         torch.strided, torch.sparse_coo or torch.sparse_csr.
     seed
@@ -99,7 +99,7 @@ def analytical_jacobian(
     layout: torch.layout = torch.strided,
     seed: int = 0,
 ) -> Jacobians:
-    """The Jacobians of func at inputs by autograd, in reverse or forward mode.
+    """The Jacobians of func at inputs, computed by autograd in reverse or forward mode.
 
     If the Jacobian is sparse, rows that share no column share one VJP in reverse mode. Random cotangents
     certify that all entries outside the sparsity pattern are zero.
@@ -123,7 +123,7 @@ def analytical_jacobian(
 
     Notes
     -----
-    Replaces torch.autograd.gradcheck.get_analytical_jacobian. Gradients are recorded also if the caller disabled them.
+    Replaces torch.autograd.gradcheck.get_analytical_jacobian. Gradients are recorded even if the caller disabled them.
 
     Examples
     --------
@@ -138,7 +138,7 @@ def analytical_jacobian(
         raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")
     check_seed(seed)
     settings = Settings(seed=seed)
-    # Leaving inference mode also enables gradients, in both modes of AD, if the caller disabled them.
+    # Leaving inference mode also enables both modes of AD, if the caller disabled them.
     with torch.inference_mode(False), Problem(func, as_tuple(inputs), warn_of_precision=False) as problem:
         _check_strided(problem)
         if mode == "forward" and problem.has_graph:

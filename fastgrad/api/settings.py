@@ -34,14 +34,14 @@ def refuse_positional(positional: tuple[Any, ...]) -> NoReturn:
 
 _OTHERS = ("grad_outputs", "order", "inputs", "precision", "reference", "reference_device")
 _FIRST_ORDER = {field.name: field.name for field in fields(Settings) if field.name not in _OTHERS}
-"""The fields of Settings by gradcheck's keywords; `_OTHERS` are added afterwards."""
+"""For each field of Settings, gradcheck's keyword; the fields in `_OTHERS` are set afterwards."""
 
 _SECOND_ORDER = {
     **{name: keyword for name, keyword in _FIRST_ORDER.items() if name != "check_batched_forward_grad"},
     "check_forward_ad": "check_fwd_over_rev",
     "check_backward_ad": "check_rev_over_rev",
 }
-"""The keywords of gradgradcheck for the same fields."""
+"""For the same fields, gradgradcheck's keywords; it has no check_batched_forward_grad."""
 
 _NAMES = {True: tuple(_FIRST_ORDER.values()), False: tuple(_SECOND_ORDER.values())}
 """The keywords of the fields, for gradcheck (True) and for gradgradcheck (False)."""
@@ -59,8 +59,8 @@ def settings_of(keywords: Mapping[str, Any], made: GradOutputs | None = None) ->
     """
     names = _NAMES[made is None]
     given = [keywords[name] for name in names]
-    # Most checks have the same keywords as the previous one, so settings are cached. Not if a number is given as a
-    # tensor, because its value may change.
+    # Most checks have the same keywords as the previous one, so settings are cached. They are not cached if a number is
+    # given as a tensor, whose value may change.
     make = _known_settings if _PLAIN.issuperset(map(type, given)) else _new_settings
     return make(made, *given)
 
@@ -108,7 +108,7 @@ _known_settings = lru_cache(64, typed=True)(_new_settings)
 
 
 def with_precision(settings: Settings, reference: Any, reference_device: Any, precision: Any) -> Settings:
-    """Settings with the validated keywords for lower dtypes."""
+    """The settings with the keywords for lower dtypes, which are validated."""
     if reference is None and reference_device is None and precision == "auto":
         return settings
     if precision not in ("auto", "strict"):
@@ -128,7 +128,10 @@ def with_precision(settings: Settings, reference: Any, reference_device: Any, pr
 
 
 def measures_rounding(inputs: Sequence[Any], settings: Settings) -> bool:
-    """Whether a check uses measured rounding: inputs of a lower dtype, and no tolerances from the caller."""
+    """Whether a check uses measured rounding: for inputs of a lower dtype, unless precision is "strict".
+
+    Without a reference, a step or tolerances from the caller also mean that it does not.
+    """
     if not any(isinstance(value, Tensor) and value.dtype in LOWER and value.requires_grad for value in inputs):
         return False
     own = settings.inputs or (settings.eps, settings.atol, settings.rtol) != _DEFAULTS
@@ -136,7 +139,7 @@ def measures_rounding(inputs: Sequence[Any], settings: Settings) -> bool:
 
 
 def take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Removes per-input eps, atol and rtol from the keywords, and returns them; defaults replace them."""
+    """Replaces per-input eps, atol and rtol in the keywords by the defaults; returns the per-input ones."""
     own = {}
     for name in ("eps", "atol", "rtol"):
         if isinstance(keywords[name], (Mapping, Sequence)) and not isinstance(keywords[name], (str, bytes)):
@@ -145,7 +148,7 @@ def take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_own(settings: Settings, own: Mapping[str, Any], names: Sequence[str]) -> Settings:
-    """Settings with per-input eps, atol and rtol, given as one number per name or as a mapping."""
+    """The settings with per-input eps, atol and rtol, given as one number per name or as a mapping."""
     if not own:
         return settings
     columns = [_one_each(name, own.get(name, getattr(settings, name)), names) for name in ("eps", "atol", "rtol")]
@@ -179,7 +182,7 @@ def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
 
 
 def masked_by_old_name(masked: bool | None, check_sparse_nnz: bool) -> bool:
-    """The value of masked if it is passed under its old name."""
+    """Warns that masked was passed under its old name; returns its value."""
     warn("check_sparse_nnz is the old name of masked: use masked.", FutureWarning)
     if masked is not None and masked != check_sparse_nnz:
         raise ValueError(f"masked={masked} and check_sparse_nnz={check_sparse_nnz} differ: pass only masked.")
