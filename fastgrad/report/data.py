@@ -45,7 +45,7 @@ class Plan:
         Number of row groups of a compressed Jacobian. One VJP gives the rows of a group. If there are only column
         groups, analytical columns are computed by differentiating the backward once more.
     memory
-        Estimated bytes that Jacobians take at a time; None in fast mode, which holds only vectors.
+        Estimated bytes that parts of the Jacobians occupy at one time; None in fast mode, which holds only vectors.
     batch
         Number of columns that the dense engine computes in one vmapped call of func; None: every evaluation is
         one call.
@@ -103,7 +103,7 @@ class Certificate:
     method
         The random vectors, and the quantity with which their products were compared.
     bound
-        The smallest size that is detected, apart from rounding.
+        The smallest size that is detected, apart from rounding; 0: any size.
     of
         What the bound limits: errors of one entry, or differences between repeated gradients.
     """
@@ -116,7 +116,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions, and the device of the outputs."""
+    """Versions, and the device on which the check ran."""
 
     fastgrad: str
     torch: str
@@ -125,7 +125,7 @@ class Environment:
 
 
 _COMPARED_FIELDS = "failure", "settings", "n", "m", "input_names", "output_names", "pairs", "undecided"
-"""The fields that are compared by `==` between reports."""
+"""The fields of a report that `==` compares."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ class ReportData(EqualByContent):
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict."""
+        """The outcome; see `Verdict` for "undecided" and "not converged"."""
         if self.failure is not None:
             return "not converged" if self.failure.trouble == "not converged" else "failed"
         return "passed" if self.undecided is None else "undecided"

@@ -13,7 +13,7 @@ MOST_TILES = 36
 """Largest number of tiles that are drawn for a tensor of more than two dimensions."""
 
 MOST_CELLS = 2048
-"""Largest number of cells of all tiles; cells of larger tensors show several elements."""
+"""Largest number of cells in all tiles together; for larger tensors, a cell shows several elements."""
 
 MOST_ACROSS = 48
 """Largest number of cells in a row, over all adjacent tiles."""
@@ -22,14 +22,14 @@ CELL, GAP = 16, 10
 """Width and height of a cell, and the space between tiles, in pixels."""
 
 DECADES = 4.0
-"""Range of the ratio of error to tolerance that colors distinguish, in both directions."""
+"""Ratios of error to tolerance are distinguished by color up to this many powers of ten above and below 1."""
 
 WITHIN, BEYOND = ((198, 219, 231), (127, 178, 207)), ((244, 162, 89), (143, 29, 44))
-"""Colors, red, green and blue, of the smallest and the largest errors within the tolerance, and beyond it."""
+"""Colors (red, green, blue) of the smallest and the largest errors: within the tolerance, and beyond it."""
 
 
 def color(excess: float) -> str:
-    """The color of an error, by the ratio of error to tolerance."""
+    """The color of an error as #rrggbb; excess: the ratio of error to tolerance."""
     decades = math.log10(excess) if 0 < excess < math.inf else math.copysign(math.inf, excess - 1)
     low, high = BEYOND if decades > 0 else WITHIN
     share = min(max(decades, -DECADES), DECADES) / DECADES + (decades <= 0)
@@ -39,7 +39,7 @@ def color(excess: float) -> str:
 def svg(
     shape: tuple[int, ...], numbers: NDArray[np.int64], excess: NDArray[np.float64], words: Callable[[int], str]
 ) -> tuple[str, str]:
-    """The map of a tensor, and a note about omitted tiles and elements.
+    """The map of a tensor, and a note about its tiles and cells.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def svg(
     rows = -(-height // high)
     place = {tile: k for k, tile in enumerate(shown)}
     worst: dict[tuple[int, int, int], int] = {}
-    for entry in np.argsort(excess, kind="stable"):  # the largest is the last
+    for entry in np.argsort(excess, kind="stable"):  # a larger error replaces a smaller one in its cell
         tile = place.get(int(tiles[entry]))
         if tile is not None:
             worst[tile, int(rest[entry]) // width // high, int(rest[entry]) % width // wide] = int(entry)
@@ -92,7 +92,7 @@ def svg(
 
 
 def _shown(count: int, tiles: NDArray[np.int64], excess: NDArray[np.float64]) -> list[int]:
-    """The tiles that are drawn, in their order: all, or those with the largest errors."""
+    """The numbers of the tiles that are drawn, in increasing order: all, or those with the largest errors."""
     if count <= MOST_TILES:
         return list(range(count))
     worst_first = tiles[np.argsort(-excess, kind="stable")]

@@ -128,7 +128,7 @@ class Explanation:
     text
         Description of the hypothesis.
     error
-        The error of the sums, relative to the moduli of their terms.
+        The largest error of the sums, relative to the sum of the moduli of their terms.
     """
 
     name: CauseName
@@ -140,32 +140,35 @@ class Explanation:
 class Evidence(EqualByContent):
     """Results of the experiments after a failure; None if an experiment was not run, exceeded the budget, or raised.
 
-    If nothing else is said, a gradient is the VJP of one random dense cotangent v with respect to all inputs. A
-    deviation is the largest difference between two gradients, divided by the largest component.
+    Unless stated otherwise, a gradient is the VJP of one random dense cotangent v with respect to all inputs. After a
+    mismatch, v is zero outside the failing output. The deviation of a gradient from another one is their largest
+    difference, divided by the largest component of the other one.
 
     Attributes
     ----------
     calls
         Number of calls of func and backward, in addition to those that the report counts.
     func_moves
-        The largest difference between outputs of two evaluations at x.
+        The largest difference between the outputs of two evaluations at x.
     runs
-        Per graph, the deviations of its runs from the first run.
+        Per graph, the deviations of its gradients from the first gradient of the first graph.
     vanishes
         Whether the gradient is zero at the input elements of all failing entries.
     after_others
-        Deviation of a gradient whose graph was made before func was evaluated at another point.
+        Deviation of a gradient whose graph was recorded before func was evaluated at another point, from a gradient
+        without this evaluation.
     scaled
-        Scale c, the deviation of the gradient for c v divided by c, and its size relative to that for v.
+        For each scale c: c; the deviation of 1/c times the gradient for c v; and the largest component of the gradient
+        for c v, divided by that of the gradient for v.
     at_zero
         The largest component of the gradient for a zero cotangent.
     split
-        Deviation of the sum of the gradients for three parts of v, one of them a single element.
+        Deviation of the sum of the gradients for three parts of v, one of which has a single nonzero element.
     added
         Deviation of the sum of the gradients for two dense vectors that add up to v.
     gapped
         Deviation of the gradient for a non-contiguous v from the gradient for its contiguous copy. It is infinite if
-        only one of the two gradients is finite, or if the gradient for the copy is zero.
+        only one of the two gradients is finite, or if only the gradient for the copy is zero.
     offset
         The same for a v at a storage offset.
     expanded
@@ -180,23 +183,25 @@ class Evidence(EqualByContent):
     dense_error
         ``|v^T J u - v . (difference along u)|`` for one random u, divided by the sum of the moduli of its terms.
     output_dtype
-        The narrowest dtype that represents all outputs at a point next to x exactly, if it is narrower than double.
+        The narrowest dtype that exactly represents the failing output at a point next to x, if it is narrower than
+        double. Only finite, non-integer values count, and only those that differ from the values at x.
     slopes
-        Large steps, and the central differences of the worst entry for these steps.
+        Pairs of a large step and the central difference quotient of the worst entry for this step.
     rounding
-        One ulp of the worst entry's output.
+        The machine epsilon of the output's dtype, times the modulus of the worst entry's output element.
     other_mode
-        The worst entry by the mode of AD that did not fail.
+        The worst entry, computed by the mode of AD that did not fail.
     adjoint_error
         As in `fastgrad.AdjointTest.error`.
     other_part
-        The worst entry of the part of a complex output that did not fail, analytical and numerical.
+        The analytical and the numerical value of the worst entry in the part of a complex output that did not fail; in
+        forward mode, of a complex input.
     explanation
         A hypothesis that explains the analytical Jacobian: for example a rearrangement of the numerical one, or the
         Jacobian of another function.
     places
-        Texts of causes from the positions of wrong entries in a sample, and whether random sums over the other entries
-        agree with them.
+        Texts of causes that were derived from the positions of wrong entries in a sample, and whether random sums over
+        the other entries confirm these causes.
     """
 
     calls: int = 0

@@ -40,7 +40,7 @@ FailureKind = Literal[
     "not finite",
     "ranks differ",
 ]
-"""What failed, in one or two words."""
+"""What failed, in a few words."""
 
 Trouble = Literal["kink", "discontinuity", "low precision", "not converged", "not finite"]
 """Special properties of a derivative that re-measuring with many steps found."""
@@ -62,14 +62,14 @@ class Entry:
     input_index
         The element of the input.
     analytical
-        The derivative by autograd; complex for a complex input: the conjugate Wirtinger derivative, as torch
+        The derivative by autograd. For a complex input, it is complex: the conjugate Wirtinger derivative, as torch
         reports it.
     numerical
         The derivative by differences.
     allowed
         ``atol + rtol |numerical|``.
     error
-        Estimated error of numerical, if it was re-measured over several steps.
+        Estimated error of the numerical derivative, if it was re-measured with several steps; otherwise None.
     """
 
     output_index: tuple[int, ...]
@@ -160,17 +160,17 @@ class Comparison(EqualByContent):
     mismatches
         Number of entries that differ at eps by more than their tolerance.
     worst
-        The worst entry, re-measured.
+        The worst entry, re-measured if possible.
     largest_absolute
-        The largest absolute error at eps.
+        The largest absolute error at eps that is a number.
     largest_relative
-        The largest relative error at eps.
+        The largest relative error at eps that is finite.
     sum_analytical
         The sum of ``|a|^2`` over the mismatched entries; a: analytical, n: numerical.
     sum_numerical
-        The sum of ``|n|^2``.
+        The sum of ``|n|^2`` over the same entries.
     sum_product
-        The sum of ``a conj(n)``.
+        The sum of ``a conj(n)`` over the same entries.
     analytical
         The analytical matrix, if it is small, in torch's layout: one row per input element, one column per output
         element.
@@ -179,8 +179,8 @@ class Comparison(EqualByContent):
     exhaustive
         Whether all entries were compared. If not, the numbers refer to the entries that were located.
     worst_entries
-        Some of the worst entries, the worst first. Those with an error estimate are wrong; those without differ at
-        eps.
+        Some of the worst entries, the worst first. Entries with an error estimate are wrong; entries without one differ
+        at eps.
     extent
         The positions of the mismatched entries.
     on_pattern
@@ -236,7 +236,7 @@ class Subject:
 
 
 class Place(Protocol):
-    """A differentiable input or output: its number among these, and its position among func's arguments or results."""
+    """A differentiable input or output: its number (index), and its position among func's arguments or results."""
 
     @property
     def index(self) -> int: ...
@@ -292,7 +292,7 @@ class Failure(EqualByContent):
 
     @classmethod
     def at(cls, kind: FailureKind, output: Place | None = None, input: Place | None = None, **others: Any) -> Failure:
-        """A failure of an output, an input, or an entry of both; others: the other fields, by name."""
+        """A failure at an output, an input, or a pair of both; others: the other fields, by name."""
         return cls(
             kind,
             None if output is None else output.index,

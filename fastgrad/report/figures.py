@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 NO_FIGURES = "plots need matplotlib: pip install matplotlib"
 
 BINS = 96
-"""Cells along a side of the error map; larger tensors are binned."""
+"""Largest number of cells along a side of the error map; in larger maps, a cell stands for several elements."""
 
 MOST_MARKED = 24
 """Largest number of wrong entries that the error map marks with circles."""
 
 MOST_POINTS = 2000
-"""Figures with at least this many points contain them as a bitmap."""
+"""Largest number of points that a figure draws as vector graphics; more points are drawn as a bitmap."""
 
 WRONG, RIGHT = "#d1495b", "#3f88b5"
 
@@ -42,7 +42,7 @@ _SENTINEL = "#010203"
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries of the failing Jacobian, to be drawn: element numbers and values of shape (entries,)."""
+    """Entries of the failing Jacobian, to be drawn: element numbers in C order and values, shape (entries,)."""
 
     output_shape: tuple[int, ...]
     input_shape: tuple[int, ...]
@@ -56,13 +56,16 @@ class Entries:
 
     @property
     def excess(self) -> NDArray[np.float64]:
-        """Ratios of error to tolerance; infinite if not finite."""
+        """Ratios of error to tolerance, shape (entries,); infinite where the ratio is not a number."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.nan_to_num(self.error / self.allowed, nan=np.inf, posinf=np.inf)
 
 
 def entries_of(report: ReportData) -> Entries | None:
-    """The sample or, without one, a small Jacobian, or its worst entries."""
+    """The entries of the sample; without one, all entries of a small Jacobian, or else its worst entries.
+
+    None if the failure has no entries.
+    """
     failure = report.failure
     comparison = failure.comparison if failure else None
     if failure is None or comparison is None:
@@ -171,7 +174,7 @@ def figure(report: ReportData) -> Figure:
 
 def _matplotlib_figures() -> Any:
     try:
-        # Not pyplot: it keeps figures, and picks a window system.
+        # Not pyplot, which keeps figures in memory and chooses a window system.
         from matplotlib import figure as figures
     except ImportError:
         raise ImportError(f"{NO_FIGURES}.") from None
@@ -191,14 +194,14 @@ def svg_of(panel: Panel) -> str:
         drawn.savefig(text, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].replace(_SENTINEL, "currentColor")
-    # Every figure numbers its parts from one, so names of parts must be made different between the figures of a page.
+    # The ids in every figure are numbered from one. A prefix makes them unique on a page with several figures.
     name = re.sub(r"\W", "", panel.title)
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
 
 
 def _ink(axes: Axes, ink: str) -> None:
-    """Colors axes and labels, and makes the background transparent."""
+    """Colors the axes, labels and title, and makes the background transparent."""
     axes.set_facecolor("none")
     axes.tick_params(which="both", colors=ink)
     axes.xaxis.label.set_color(ink)
@@ -223,7 +226,7 @@ def _draw_map(axes: Axes, ink: str, entries: Entries, names: tuple[str, str]) ->
     seen = np.zeros((height, width), dtype=bool)
     seen[rows, columns] = True
     shades = np.ma.masked_array(np.clip(largest, -4, 4), mask=~seen)
-    # Two scales that do not meet: within the tolerance, and beyond it.
+    # Two color scales with a jump between them: within the tolerance, and beyond it.
     stops = np.divide([*element_map.WITHIN, *element_map.BEYOND], 255)
     colors = LinearSegmentedColormap.from_list("errors", list(zip((0.0, 0.5, 0.5, 1.0), stops, strict=True)))
     image = axes.imshow(
@@ -313,7 +316,7 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, own:
 
 
 def _plain_ticks(axis: Axis) -> None:
-    """Labels like 1e-06, as in messages; with minor labels if the axis spans less than two decades."""
+    """Labels ticks like 1e-06, as in messages; minor ticks too if the axis spans less than two decades."""
     low, high = axis.get_view_interval()
     narrow = 0 < low < high < 100 * low
     axis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -321,7 +324,7 @@ def _plain_ticks(axis: Axis) -> None:
 
 
 def _finish(axes: Axes, ink: str) -> None:
-    """Plain ticks, a legend above the data, and the colors."""
+    """Sets plain tick labels, a legend above the data, and the colors."""
     for axis in (axes.xaxis, axes.yaxis):
         _plain_ticks(axis)
     if lines := axes.get_legend_handles_labels()[0]:

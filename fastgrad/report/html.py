@@ -17,7 +17,7 @@ _GAUGE_DECADES = 8
 """Number of powers of ten that the gauges on the page of a passed check cover."""
 
 STYLE = Path(__file__).with_name("style.css").read_text().replace(".fastgrad", ".fastgrad.fastgrad")
-"""Style of a page. Selectors name the class twice, so that the styles of a surrounding notebook do not win."""
+"""Style of a page. Selectors name the class twice to take precedence over the styles of a surrounding notebook."""
 
 
 def page(report: ReportData) -> str:
@@ -30,7 +30,7 @@ def document(title: str, body: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # Text from exceptions can load nothing and run nothing.
+        # Prevents text from exceptions from loading or running anything.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:">'
         f"<title>{escape(title)}</title>"
@@ -68,7 +68,7 @@ def section(title: str, *parts: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """A table of texts; the columns in `numbers` are flush right."""
+    """A table of texts; the columns whose numbers are in `numbers` are right-aligned."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         marks = (' class="number"' if i in numbers else "" for i in range(len(cells)))
@@ -224,7 +224,7 @@ def _compared_section(report: ReportData) -> str:
 
 
 def _shares(report: ReportData) -> str:
-    """The largest ratio of error to tolerance, as a gauge per Jacobian."""
+    """An upper bound of the largest ratio of error to tolerance, as a gauge per Jacobian."""
     items = []
     for pair in report.pairs:
         own = report.settings.of(pair.input)

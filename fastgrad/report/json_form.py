@@ -24,7 +24,7 @@ class EqualByContent:
         return json.dumps(plain(self), allow_nan=False)
 
     def __eq__(self, other: object) -> bool:
-        """Equality; tensors of more than LARGEST_TENSOR elements are compared by shape and dtype."""
+        """Equality of JSON forms: of tensors with more than LARGEST_TENSOR elements, only shape and dtype count."""
         if not isinstance(other, EqualByContent) or type(self) is not type(other):
             return NotImplemented
         return self._content() == other._content()

@@ -18,10 +18,9 @@ class RoundedEntry:
     Attributes
     ----------
     output, output_position
-        As in ``Failure``, for the only output element with a nonzero grad_output; None if all elements had a nonzero
-        grad_output.
+        As in ``Failure``, for the output of the only element with a nonzero grad_output; None if grad_output was dense.
     output_index
-        The index of this element.
+        The index of this element; None if grad_output was dense.
     input, input_position, input_index
         The input element of the gradient.
     found
@@ -57,7 +56,7 @@ class RoundedEntry:
 
     @property
     def allowed_units(self) -> float:
-        """The allowed error in the same units."""
+        """The allowed error in the units of `error_units`."""
         return _in_units(self.allowed, self)
 
 
@@ -90,7 +89,7 @@ class LowPrecision(EqualByContent):
         Whether the function computes in a wider dtype internally, so that a smaller error was allowed.
     second_look
         Number of entries that were within their allowance only after inputs were perturbed relative to the largest
-        element.
+        element of their tensor.
     out_of_range
         Number of entries that were not compared, because the reference leaves the range of the dtype.
     worst
@@ -101,8 +100,8 @@ class LowPrecision(EqualByContent):
         The error of the worst output, divided by the allowed error.
     smallest
         The relative error that would have been found in half of the entries. Only entries count that are at least a
-        hundredth of the largest entry of their VJP. Without a reference,
-        directional derivatives take the place of entries.
+        hundredth of the largest entry of their VJP. Without a reference, directional derivatives are used instead of
+        entries.
     smallest_most
         The relative error that would have been found in 90 % of these entries.
     hidden

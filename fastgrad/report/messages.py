@@ -24,29 +24,29 @@ _NONDET_NOTE = (
 )
 
 MOST_CAUSES = 3
-"""Number of probable causes that are printed."""
+"""Largest number of probable causes that are printed."""
 
 _POSITION_CAUSES = {"region", "slice", "boundary", "last tile", "triangle", "modes disagree", "both modes wrong"}
 _VALUE_CAUSES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
 
 BY_ROUNDING = ("beyond rounding", "biased", "not finite")
-"""The kinds of failure of a check in a lower dtype, where the allowed difference is the measured rounding."""
+"""The kinds of failure of a check in a lower dtype, whose allowed differences come from measured rounding."""
 
 HEADLINE_CONFIDENCE = 0.85
 """Least confidence of a cause that is included in the first line."""
 
 MOST_PAIRS = 8
-"""Number of pairs that a summary lists."""
+"""Largest number of pairs that a summary lists."""
 
 LEAST_EXCESS = 0.01
 """If the worst entry's error exceeds the largest error at eps by more than this share, a message adds "at eps"."""
 
 MOST_LISTED_INDICES = 4
-"""Number of indices along a dimension that an extent lists one by one."""
+"""Largest number of indices along a dimension that a message lists one by one."""
 
 
 def summary(report: ReportData) -> str:
-    """The text of a report: the error's message for a failure, otherwise what was compared and certified."""
+    """The text of a report: the message of the error if the check failed, otherwise what was compared and certified."""
     if report.failure is not None:
         return failure_message(report)
     lines = [verdict_line(report)]
@@ -76,7 +76,7 @@ def short(report: ReportData) -> str:
 
 
 def undecided_text(bound: float) -> str:
-    """The text of an undecided check."""
+    """The text for an undecided check that may hide errors up to `bound`."""
     if bound == math.inf:
         return "undecided: errors of any size may be hidden"
     return f"undecided below {bound:.2g}: errors up to this size may be hidden"
@@ -154,7 +154,7 @@ def names_of(report: ReportData, found: Failure | Pair) -> tuple[str, str]:
 
 
 def extent_text(extent: Extent, names: tuple[str, str], entries: int) -> str:
-    """The region of each tensor that contains the entries, for example "all in in1[5, :]"; empty if there is none."""
+    """The part of each tensor with all entries, for example "all in in1[5, :]"; empty if this is not informative."""
     if entries < 2:
         return ""  # the index of a single entry is printed already
     parts = []
@@ -177,7 +177,7 @@ def _index_of(span: Span, entries: int) -> str:
 
 
 def places_text(span: Span) -> str:
-    """The indices along a dimension: 5, 2:7, 0:12:3, {1, 4, 7}, or a range."""
+    """The indices of a span as text: "all", 5, 2:7, 0:12:3, {1, 4, 7} or "within 2:9"."""
     if span.count == span.size:
         return "all"
     if span.count == 1:
@@ -192,8 +192,9 @@ def places_text(span: Span) -> str:
 def failure_message(report: ReportData) -> str:
     """The text of the GradcheckError for a report with a failure.
 
-    The summary of a test suite shows only the first line, so this line states the whole failure. The line with torch's
-    key phrase follows; it is the first line if there is no other. Matrices come last.
+    The first line names the function, the failure and, if it is almost certain, the cause: the summary of a test suite
+    shows only this line. The line with torch's key phrase is second, or first for kinds of failure that have no such
+    line. Matrices come last.
     """
     failure = report.failure
     if failure is None:
@@ -268,11 +269,11 @@ _HEADLINES: dict[FailureKind, str] = {
     "batched raises": "{derivative} raises under vmap",
     "batched differs": "{derivative} gives different values under vmap",
 }
-"""First lines of failures without compared entries."""
+"""First lines of failures without compared entries, without the name of the function."""
 
 
 def _headline(report: ReportData, failure: Failure) -> str:
-    """The first line of a failure without compared entries: function, failure, and the cause if known."""
+    """The first line of a failure without compared entries: function, failure, and the cause if almost certain."""
     function, cause = _function(report), _sure_cause(report)
     if cause and failure.kind in ("nonlinear", "nondeterministic"):
         return f"{function}: {cause}"  # the cause is more specific than the texts above
@@ -396,7 +397,7 @@ _PHRASES: dict[FailureKind, str] = {
 
 
 def key_phrase(report: ReportData, failure: Failure) -> str:
-    """The phrase that tests search for: that of torch, if torch makes the same check."""
+    """The phrase that tests search for: torch's own phrase if torch makes the same check."""
     output, input_ = f"output {failure.output}", f"input {failure.input}"
     forward = failure.mode == "forward"
     if failure.kind in BY_ROUNDING:
@@ -459,7 +460,7 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
     if worst is not None and not math.isfinite(worst.difference):
         which = " (where the errors are finite)"
     elif worst is not None and worst.difference > (1 + LEAST_EXCESS) * comparison.largest_absolute:
-        # The worst entry was measured again, with other steps, so its error may be larger.
+        # The worst entry was re-measured with other steps, so its error may be larger.
         at_eps, which = "at eps: ", " (the worst entry was measured again)"
     elif worst is not None and not worst.numerical:
         which = " (where the numerical entry is not zero)"
@@ -496,7 +497,7 @@ def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
 
 
 def _wrong(comparison: Comparison) -> str:
-    """The number of entries that are wrong, without those whose difference the error at eps may explain."""
+    """The number of wrong entries, without entries whose difference may result from the error at eps."""
     if not comparison.unclear:
         return _extent(comparison)
     return f"at least {comparison.mismatches - comparison.unclear} of {_entries(comparison)}"
@@ -522,7 +523,7 @@ def _causes(report: ReportData) -> list[str]:
 
 
 def _positions(report: ReportData, failure: Failure) -> list[str]:
-    """Which tensors the numbers in torch's phrases mean; these numbers count only differentiable tensors."""
+    """A line that says which tensors the numbers in torch's phrases mean; they count only differentiable tensors."""
     places = []
     if report.input_names:
         output, input_ = names_of(report, failure)

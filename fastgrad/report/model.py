@@ -16,11 +16,11 @@ class ModelReport(ModelReportData, Result):
     Attributes
     ----------
     findings
-        The errors, the most probable reason first.
+        The errors that were found; the most probable reason for a wrong gradient comes first.
     operations
         Each distinct operation; wrong ones first, the others sorted by error.
     end_to_end
-        The derivative of the loss, by autograd and by differences.
+        The derivative of the loss along random directions, by autograd and by differences.
     remarks
         Observations that are not errors, and everything that was not checked.
     step_seconds

@@ -43,18 +43,18 @@ class Operation(EqualByContent):
     inputs
         Dtype and shape of each tensor argument.
     sites
-        Where it was called with inputs of these shapes and layouts.
+        Where the operation was called with inputs of these shapes and layouts.
     calls
         Number of calls.
     verdict
         "right", "wrong", "undecided" or "not checked".
     detail
-        The reason, if the verdict is not "right"; and how it was checked, if not in the usual way.
+        The reason for a verdict other than "right"; and how the operation was checked, if not in the usual way.
     error
         The difference between v^T J u by autograd and by differences, for random u and v, relative to the root of the
         sum of squares of its terms; None if it was not measured.
     dtype
-        The dtype that it was checked in.
+        The dtype in which the operation was checked.
     evaluations, vjps
         Calls of the operation and of its backward during the check.
     seconds
@@ -88,7 +88,7 @@ class Finding:
     text
         A sentence without its period.
     sites
-        Its places, in the order of the calls.
+        The places of the error, in the order of the calls.
     operator
         The name of the operation, if the finding is about an operation.
     parameters
@@ -112,15 +112,15 @@ class EndToEnd:
     Attributes
     ----------
     analytical
-        By autograd, one per direction.
+        The derivatives by autograd, one per direction.
     numerical
-        By differences of the loss.
+        The derivatives by differences of the loss.
     allowed
-        The allowed difference.
+        The allowed difference for each direction.
     size
         For each direction, the root of the sum of squares of the terms of the derivative.
     dtype
-        The dtype that the model ran in.
+        The dtype in which the model ran.
     evaluations
         Calls of the model, in total.
     """
@@ -134,7 +134,7 @@ class EndToEnd:
 
     @property
     def verdict(self) -> Literal["right", "wrong", "undecided"]:
-        """The verdict; undecided if noise is larger than a hundredth of the derivative."""
+        """The verdict; undecided if nothing differs and an allowed difference exceeds a hundredth of `size`."""
         pairs = list(zip(self.analytical, self.numerical, self.allowed, strict=True))
         if any(not abs(a - n) <= allowed for a, n, allowed in pairs):
             return "wrong"
@@ -143,7 +143,7 @@ class EndToEnd:
 
     @property
     def error(self) -> float:
-        """The largest difference, relative to the size of the terms."""
+        """The largest difference, relative to `size`; absolute where `size` is zero."""
         pairs = zip(self.analytical, self.numerical, self.size, strict=True)
         return max((abs(a - n) / size if size else abs(a - n) for a, n, size in pairs), default=0.0)
 

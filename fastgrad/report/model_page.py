@@ -41,5 +41,5 @@ def fragment(report: ModelReportData) -> str:
 
 
 def _sentences(name: str, sentences: Sequence[str]) -> str:
-    """A section of sentences; empty if there are none."""
+    """A section of sentences; an empty text if there are none."""
     return html.section(name, "".join(f"<p>{escape(one)}</p>" for one in sentences)) if sentences else ""

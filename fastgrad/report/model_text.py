@@ -6,7 +6,7 @@ from fastgrad.report.messages import seconds_text
 from fastgrad.report.model_data import EndToEnd, Finding, ModelReportData, Operation, Site
 
 MOST_ROWS = 12
-"""Number of operations that a summary lists."""
+"""Largest number of operations that a summary lists."""
 
 HEAD = ("operation", "verdict", "error", "calls", "time", "module", "line")
 """The heads of the table of operations."""
@@ -61,7 +61,7 @@ def finding_lines(number: int, finding: Finding) -> list[str]:
 
 
 def place(site: Site) -> str:
-    """A module and, if known, a line."""
+    """A module and, if known, a line; begins with a space."""
     return f" {site.module or 'the model'}" + (f", {site.source}" if site.source else "")
 
 

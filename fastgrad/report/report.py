@@ -29,7 +29,7 @@ class Result(ABC):
         """The report as numbers, strings, lists and dicts."""
 
     def __bool__(self) -> bool:
-        """The value of `passed`: ``assert fastgrad.check(func, inputs)``."""
+        """The value of `passed`, for example in ``assert fastgrad.check(func, inputs)``."""
         return self.passed
 
     def to_json(self, indent: int | None = None) -> str:
@@ -159,7 +159,7 @@ class GradcheckError(TorchGradcheckError):
     Attributes
     ----------
     report
-        A `fastgrad.Report`.
+        A `fastgrad.Report` or, after `raise_if_failed`, the report whose method it is.
 
     Examples
     --------

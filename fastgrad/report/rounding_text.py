@@ -82,7 +82,7 @@ def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
 
 
 def details(precision: LowPrecision, worst: RoundedEntry, names: tuple[str, str], detail: str) -> list[str]:
-    """The worst entry, and the comparison."""
+    """The lines of a message about the worst entry, and about the comparison."""
     if worst.output_index is None:
         name = f"gradient of {names[1]}{index_text(worst.input_index)} for a dense grad_output"
     else:

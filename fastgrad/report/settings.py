@@ -11,7 +11,7 @@ GradOutputs = Literal["given", "random", "non-contiguous", "ones"]
 """The source of gradgradcheck's grad_outputs."""
 
 Engine = Literal["auto", "dense", "compressed", "sketch"]
-"""The engine that computes the Jacobians; "auto" chooses."""
+"""The engine that computes the Jacobians; "auto": fastgrad chooses it."""
 
 Precision = Literal["auto", "strict"]
 """Whether functions of a lower dtype are checked by measured rounding, or by tolerances as in double precision."""
@@ -24,7 +24,7 @@ class Tolerances:
     Attributes
     ----------
     eps
-        The step.
+        The step of the differences, to each side of x.
     atol
         Absolute tolerance.
     rtol
@@ -53,10 +53,10 @@ class Settings(Tolerances):
     order
         Order of the derivatives that are checked.
     inputs
-        The tolerances of each checked input, if not all have the same; eps, atol and rtol are then the
-        smallest of them.
+        The step and tolerances of each checked input; empty if all inputs have the same. Otherwise, eps, atol and rtol
+        of these settings are the smallest values of all inputs.
     precision
-        "strict": the tolerances apply to every dtype.
+        "auto", or "strict": the tolerances apply to every dtype.
     reference
         The name of the reference that was passed for a function in a lower dtype; None: the function itself, in double
         precision.
@@ -86,14 +86,14 @@ class Settings(Tolerances):
     reference_device: str | None = None
 
     def of(self, index: int) -> Tolerances:
-        """The tolerances of an input, by the index of its block."""
+        """The step and tolerances of an input; index: the number of its block."""
         return self.inputs[index] if self.inputs else self
 
     def of_entries(self, error: float) -> float:
-        """The error of an entry whose share in sums over inputs is `error`. Sums weight inputs by their atol."""
+        """The largest error of an entry that adds `error` to a sum. Sums weight inputs with a larger atol less."""
         return error * self.loosest().atol / self.atol if self.inputs and self.atol else error
 
     def loosest(self) -> Tolerances:
-        """The largest step and tolerances of all inputs, for sums over inputs."""
+        """The largest step and the largest tolerances of all inputs, for sums over inputs."""
         largest = (max(getattr(own, name) for own in self.inputs) for name in ("eps", "atol", "rtol"))
         return Tolerances(*largest) if self.inputs else self

@@ -25,7 +25,7 @@ class VariantRow:
     family, name
         Family and name of the variant.
     verdict
-        "no derivative": the function has none at the variant's point, so this is no failure. "raised": backward
+        "no derivative": the function has none at the variant's point; this is not a failure. "raised": backward
         raised, but func did not. "not run": the time limit was reached.
     detail
         The reason, in one line; empty if it passed.
@@ -44,7 +44,7 @@ class VariantRow:
 
     @property
     def path(self) -> str:
-        """Family and name, as in the argument `only`."""
+        """Family and name, as in the argument `only` of `check_variants`."""
         return f"{self.family}: {self.name}"
 
 
@@ -117,7 +117,7 @@ class VariantsReport(EqualByContent, Result):
             html.section("Remarks", html.table(("variant", "verdict", "why"), said)) if said else "",
             html.section("What it cost", f"<p>{escape(seconds_text(self.seconds))}</p>"),
         ]
-        kind = "undecided" if self.verdict == "incomplete" else self.verdict  # the colors of a page
+        kind = "undecided" if self.verdict == "incomplete" else self.verdict  # pages have no color for "incomplete"
         return html.article(kind, self.headline(), sections)
 
     @property
