@@ -14,7 +14,7 @@ from fastgrad.core.torch_private import nodes_behind
 
 
 def depends_on(tensor: Tensor, other: Tensor) -> bool:
-    """Whether autograd recorded that a tensor was computed from another one."""
+    """Whether autograd recorded that `tensor` was computed from `other`."""
     if tensor is other or tensor.grad_fn is None or not other.requires_grad:
         return False
     return get_gradient_edge(other).node in set(nodes_behind([tensor]))
@@ -22,7 +22,7 @@ def depends_on(tensor: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def written_gradients(outputs: Sequence[Tensor]) -> Iterator[Callable[[], bool]]:
-    """Watches backward passes: yields a function that says whether a node wrote into its grad_output."""
+    """Observes backward passes; yields a function that tells whether any node wrote into its grad_output."""
     kept: list[tuple[Tensor, Tensor]] = []
 
     def keep(gradients: tuple[Tensor | None, ...]) -> None:

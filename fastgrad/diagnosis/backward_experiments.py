@@ -1,4 +1,4 @@
-"""Experiments with backward after a failure: repeats, other scales, other layouts, sums."""
+"""Experiments with backward after a failure: repeated runs, other scales, other layouts, sums."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fastgrad.engines.sketch import directional_differences
 from fastgrad.report.evidence import Sample
 
 LARGEST_WATCHED = 1 << 22
-"""Largest number of coordinates for which grad_outputs are copied to detect writes."""
+"""Largest number of coordinates, of inputs and outputs, for which grad_outputs are copied to detect writes."""
 
 SCALES = (-1.0, 4.0, 0.5)
-"""Scales of cotangents: powers of two, so that a linear backward gives the same bits."""
+"""Scales of cotangents: powers of two up to sign, by which the gradients of a linear backward scale exactly."""
 
 RUNS = (3, 2, 3)
-"""Number of runs of one VJP on each of several graphs. If all were equal, a change at every third call might be missed.
-"""
+"""Numbers of runs of one VJP on each of several graphs. With equal numbers, a change at every third call might be
+missed."""
 
 RESOLVED = 1e-5
 """Largest relative noise of a directional derivative that counts as evidence."""
@@ -144,7 +144,10 @@ def _size(gradient: Tensor) -> float:
 
 
 def _deviation(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, divided by the largest component; infinite if only one of two components is finite."""
+    """The largest difference, divided by the largest expected component.
+
+    It is infinite if only one of two corresponding components is finite, or if only `expected` is zero.
+    """
     difference, size = float((found - expected).abs().max()), _size(expected)
     if difference != difference:
         return math.inf

@@ -15,7 +15,8 @@ from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 
 AS_ROUNDING = 1e-4
-"""Differences between runs, relative to the gradient, that the order of additions may explain (1,000 float32 terms)."""
+"""Upper limit of differences between runs that the order of additions may explain, relative to the gradient (1,000
+float32 terms)."""
 
 LEAST_DEVIATION = 1e-6
 """Least relative difference of two gradients that counts as evidence; rounding is smaller."""
@@ -50,7 +51,7 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
 
 
 def _lower_dtype(report: Report, others: Sequence[Cause]) -> Cause | None:
-    """The cause "inputs in a lower dtype", and the call that decides whether it is the cause."""
+    """The cause "low precision" if an input has a lower dtype, with the call that tests this cause; otherwise None."""
     if report.subject is None:
         return None
     for dtype in LOWER:
@@ -63,7 +64,10 @@ def _lower_dtype(report: Report, others: Sequence[Cause]) -> Cause | None:
 
 
 def _without_contradictions(causes: list[Cause]) -> Iterator[Cause]:
-    """Removes causes based on entries if func, the call or a nonlinear backward is the cause."""
+    """Leaves out unlikely causes, and causes that contradict or repeat the first one.
+
+    If func, the call, or a backward that is nonlinear or not deterministic comes first, only this cause is left.
+    """
     first = causes[0].name if causes else None
     numerical = {"kink", "discontinuity", "low precision", "truncation", "rounding"}
     for cause in causes:
@@ -75,7 +79,7 @@ def _without_contradictions(causes: list[Cause]) -> Iterator[Cause]:
             yield cause
 
 
-# Kinds of failure that are evidence themselves.
+# Kinds of failure that suffice as evidence.
 
 
 def _of_kind(failure: Failure, notes: Sequence[str]) -> Iterator[Cause]:
@@ -91,7 +95,7 @@ def _of_kind(failure: Failure, notes: Sequence[str]) -> Iterator[Cause]:
         )
 
 
-# The function: whether it varies, is curved, or rounds.
+# Properties of func: whether it varies from call to call, is curved, or rounds.
 
 
 def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
@@ -128,7 +132,7 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
 
 
 def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]) -> Iterator[Cause]:
-    """Whether func is constant for steps of eps but follows the analytical entry for large steps."""
+    """The cause if func is constant over steps of eps but follows the analytical entry over large steps."""
     slope = max(slopes)[1]
     analytical = complex(worst.analytical).real
     if modulus(worst.numerical) == 0 and slope and abs(slope - analytical) <= abs(analytical) / 4:
@@ -142,7 +146,7 @@ def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]
 
 
 def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: float) -> Iterator[Cause]:
-    """Whether truncation or rounding of the differences explains the disagreement."""
+    """The cause if truncation or rounding of the differences explains the disagreement."""
     measured = min(slopes, key=lambda h: abs(math.log(h / eps)))
     off = abs(slopes[measured] - analytical)
     rounding_error = 8 * ulp / measured
@@ -167,7 +171,7 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
         )
 
 
-# The backward as a map of grad_output.
+# Properties of backward as a function of grad_output.
 
 
 def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
@@ -353,7 +357,7 @@ def _number(value: complex) -> str:
 
 
 _OF_EXPLANATIONS: dict[CauseName, float] = {"saved tensor": 0.85, "dependent inputs": 0.98, "repeated gradient": 0.86}
-"""Confidences of causes that explain random sums, if they are not the default."""
+"""Confidences of causes from hypotheses that explain random sums; that of all others is 0.94."""
 
 
 def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
@@ -383,12 +387,3 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
                 f"the gradient of the other part is off by {off:.0e}",
                 0.95,
             )
-
-
-# Sums over the wrong entries, the only evidence if no sample could be taken.
-
-
-# The entries.
-
-
-# The precision of the analytical entries.

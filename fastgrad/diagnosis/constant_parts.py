@@ -1,4 +1,4 @@
-"""Operators whose results a backward may treat as constants, and func with these results held constant."""
+"""Results and operands of operators that a backward may treat as constants, and func with these held constant."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fastgrad.problem.validation import is_differentiable
 _NOT_OF_THE_USER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["fastgrad"]))
 
 MOST_ELEMENTS = 1 << 22
-"""Number of values that may be kept: 32 MiB in double precision. A func with more values is not examined."""
+"""Largest number of values that are kept: 32 MiB in double precision. A func with more values is not examined."""
 
 _ORDINALS = {0: "first", 1: "second", 2: "third"}
 
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """A call of an operator: its name, line, and number at this line."""
+    """A call of an operator: its name, file and line; time: its number among the calls of this operator there."""
 
     name: str
     file: str
@@ -42,7 +42,7 @@ class OperatorCall:
 
 @dataclass(frozen=True)
 class ConstantPart:
-    """The result of a call of an operator, or one of its operands, by number."""
+    """The result of a call of an operator or, if `operand` is a number, the operand with this number."""
 
     call: OperatorCall
     operand: int | None = None
@@ -55,11 +55,11 @@ class ConstantPart:
 
 @dataclass(frozen=True)
 class _Known:
-    """A value that depends on the inputs and does not require grad.
+    """The value of a part: a result that depends on the inputs and does not require grad, or an operand.
 
-    is_cut: whether the operator ran while gradients were recorded, so that its result ends the recording. Otherwise it
-    ran without recording, for example in the forward of a custom Function. is_reduction: whether the value is smaller
-    than the operands.
+    is_cut: whether recording ends at this result, for example of detach(): an operand requires grad, and gradients were
+    recorded. Otherwise the operator ran without recording, for example in the forward of a custom Function.
+    is_reduction: whether the result has fewer elements than the largest operand.
     """
 
     value: Any
@@ -68,7 +68,7 @@ class _Known:
 
 
 class _Calls(TorchFunctionMode):
-    """Counts calls of operators by their lines."""
+    """A mode that numbers the calls of each operator at each line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class ConstantParts(_Calls):
     def __init__(self) -> None:
         super().__init__()
         self.known: dict[ConstantPart, _Known] = {}
-        self._derived: dict[int, Tensor] = {}  # kept, so that no other tensor takes their ids
+        self._derived: dict[int, Tensor] = {}  # holds the tensors, so that no other tensor gets their ids
         self._left = MOST_ELEMENTS
 
     def __torch_function__(
@@ -99,7 +99,7 @@ class ConstantParts(_Calls):
     ) -> Any:
         """Calls an operator."""
         if torch.compiler.is_compiling() or self._left < 0:
-            return func(*args, **(kwargs or {}))  # to be traced as if this mode were not there
+            return func(*args, **(kwargs or {}))  # traced as if this mode were not active
         result = func(*args, **(kwargs or {}))
         sources = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         sources = [tensor for tensor in sources if tensor.requires_grad or id(tensor) in self._derived]
@@ -135,7 +135,7 @@ class ConstantParts(_Calls):
         return tuple(part for part, known in self.known.items() if known.is_cut)
 
     def groups(self) -> Iterator[tuple[ConstantPart, ...]]:
-        """Other sets of parts that may be treated as constants, the most likely first."""
+        """Sets of parts that are not cuts and may be treated as constants, the most likely first."""
         # The last parts first: a value that is computed from a constant is also constant.
         others = [part for part, known in reversed(self.known.items()) if not known.is_cut]
         reductions = tuple(part for part in others if self.known[part].is_reduction)
@@ -145,7 +145,7 @@ class ConstantParts(_Calls):
 
 
 class HeldConstant(_Calls):
-    """A mode in which some parts keep their recorded values."""
+    """A mode in which the parts `held` have their recorded values, as constants."""
 
     def __init__(self, parts: ConstantParts, held: Iterable[ConstantPart]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Evidence after a failure: entries around the worst one, and experiments with func and its backward.
 
-Nothing here changes a verdict. Calls and time are bounded; an experiment that raises is dropped.
+The evidence does not change the verdict. Calls and time are bounded; an experiment that raises gives no evidence.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fastgrad.report.messages import MOST_CAUSES
 from fastgrad.report.report import Report
 
 _GENERAL_CAUSES = {"missing reduction", "zero gradient"}
-"""Causes from entries that may result from an operator's result treated as a constant."""
+"""Causes from entries that may have a more specific reason: backward treats an operator's result as a constant."""
 
 
 @phase("evidence")
 def diagnosed(problem: Problem, report: Report, known_sample: Sample | None = None) -> Report:
-    """The report of a failed check with entries of the failing pair, experiments and probable causes.
+    """The report of a failed check, with entries of the failing pair, evidence and probable causes added.
 
     The experiments take at most MORE_CALLS calls more than the check itself took, and about one second.
 
@@ -38,7 +38,8 @@ def diagnosed(problem: Problem, report: Report, known_sample: Sample | None = No
     report
         The report of the check that failed, with its failure, plan, calls and seconds.
     known_sample
-        Entries of the failing pair that the engine measured. Entries outside of its pattern may be added to them.
+        Entries of the failing pair that the engine measured. They are used if there are no whole matrices and measuring
+        all entries takes too many calls.
     """
     failure = report.failure
     kinds = ("mismatch", "nonlinear", "nondeterministic", "not multiplied by grad_output")
@@ -49,10 +50,10 @@ def diagnosed(problem: Problem, report: Report, known_sample: Sample | None = No
 
 
 class _Investigation(Samples, BackwardExperiments, FuncExperiments):
-    """Runs the experiments, cheap and conclusive ones first; later ones only if nothing explains the failure."""
+    """Runs the experiments: cheap and conclusive ones first, some others only if these do not explain the failure."""
 
     def run(self) -> Report:
-        """Runs the experiments; the report with entries, evidence and causes."""
+        """Runs the experiments; returns the report with entries, evidence and causes."""
         causes: tuple[Cause, ...] = ()
         failure, sample = self._failure, None
         if failure.kind == "mismatch" and failure.comparison is not None and self._output and self._input:
@@ -79,10 +80,13 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         return subject.parameters[block.position]
 
     def _hypotheses(self, hypotheses: Hypotheses, sample: Sample | None) -> tuple[Cause, ...]:
-        """Tests hypotheses by random sums of all entries until one explains them; returns its causes, if any."""
+        """Tests hypotheses by random sums over all entries until one explains them.
+
+        Returns the probable causes if these end the search; otherwise none.
+        """
         self._explain(hypotheses.independent)
         self._explain(hypotheses.swapped)
-        settles = self._failure.trouble is None  # otherwise the behavior of func explains the failure
+        settles = self._failure.trouble is None  # if there is any, func itself explains the failure
         if settles:
             self._explain(hypotheses.cut)
         if sample is None or not sample.complete:
@@ -101,7 +105,7 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         return ()
 
     def _confirm_places(self, hypotheses: Hypotheses, sample: Sample) -> None:
-        """Tests the most probable rules for positions, as far as they are derived from a sample."""
+        """Tests the most probable of the rules for positions that are derived from a sample, not from all entries."""
         names, own = places_named(self._report, self._failure), self._settings.of(self._failure.input or 0)
         rules = sorted(place_rules(sample, names, own), key=lambda rule: -rule.cause.confidence)
         found: list[tuple[str, bool]] = []

@@ -15,16 +15,16 @@ from fastgrad.report.failure import Entry, Failure
 from fastgrad.report.report import Report
 
 MORE_CALLS = 96
-"""Experiments may take as many calls of func and backward as the check itself took, and this many more."""
+"""Experiments may take this many more calls of func and backward than the check itself took."""
 
 SECONDS = 1.0
-"""Largest wall time of the experiments, in seconds. The measured cost of a call gives the number of calls."""
+"""Largest wall time of the experiments, in seconds; with the measured time of a call, it limits their calls."""
 
 Result = TypeVar("Result")
 
 
 class Experiments:
-    """A failed check with its evidence and its remaining calls."""
+    """A failed check, the evidence so far, and the number of calls that experiments may still make."""
 
     def __init__(self, problem: Problem, report: Report, failure: Failure, known_sample: Sample | None) -> None:
         self._problem = problem
@@ -50,7 +50,7 @@ class Experiments:
         return self._problem.evaluations + self._problem.vjps
 
     def _left(self) -> int:
-        """Calls that may still be made."""
+        """The number of calls that may still be made."""
         seconds = SECONDS - (time.perf_counter() - self._start)
         in_time = int(seconds / self._cost) if self._cost > 0 else self._most
         return min(self._most - (self._calls() - self._before), in_time)
@@ -68,7 +68,7 @@ class Experiments:
         self._evidence = replace(self._evidence, **found)  # type: ignore[arg-type]
 
     def _coordinates(self, output: Block, block: Block, worst: Entry) -> tuple[int, int]:
-        """The coordinates of the worst entry, in the input and in the output, for the failing part."""
+        """The coordinates of the worst entry for the failing part: among those of all inputs and of all outputs."""
         element = element_number(worst.input_index, block.tensor.shape)
         if block.elements is not None:
             element = int((block.elements == element).nonzero()[0])

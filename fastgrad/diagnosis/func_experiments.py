@@ -39,7 +39,7 @@ class FuncExperiments(Experiments):
             self._try(1, lambda: self._rounding(output, block, worst))
         begin = time.perf_counter()
         self._try(2, lambda: self._other_mode(output, block, worst))
-        self._start += time.perf_counter() - begin  # the first use of forward mode may import torch's compiler
+        self._start += time.perf_counter() - begin  # not counted: forward mode may import torch's compiler
         if self._evidence.other_mode is not None:
             calls, seed = len(self._problem.inputs) + len(self._problem.outputs) + 1, self._settings.seed
             self._try(calls, lambda: self._note(adjoint_error=adjoint(self._problem, 1, None, seed).error))
@@ -47,7 +47,7 @@ class FuncExperiments(Experiments):
             self._try(6, lambda: self._other_part(output, block, worst))
 
     def _precision(self) -> None:
-        """The lower dtype that represents all outputs next to x exactly, if there is one."""
+        """Notes the narrowest lower dtype, if any, that exactly represents the failing output's values next to x."""
         problem = self._problem
         base = problem.base()
         away = direction(problem.n, self._settings.seed, EVIDENCE_STREAM + 16 * 6).mul_(2.0**-10).to(problem.device)
@@ -93,7 +93,7 @@ class FuncExperiments(Experiments):
         self._note(other_mode=complex(*value))
 
     def _other_part(self, output: Block, block: Block, worst: Entry) -> None:
-        """The worst entry in the other part of a complex output; in forward mode, of a complex input."""
+        """Measures the worst entry in the other part of a complex output; in forward mode, of a complex input."""
         column, row = self._coordinates(output, block, worst)
         if self._failure.mode == "forward":
             column += -1 if self._failure.part == "imaginary" else 1

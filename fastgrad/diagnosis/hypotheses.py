@@ -24,27 +24,28 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import CauseName, Explanation
 
 HYPOTHESIS_CALLS = 10
-"""Calls of func and backward that most hypotheses take."""
+"""A hypothesis is tested only if so many calls of func and backward may still be made; most need no more."""
 
 NEAR = 1e-7
-"""Largest relative error of random sums with which a hypothesis is accepted. The error without the hypothesis must be
-more than 100 times as large."""
+"""Largest relative difference of two random sums with which a hypothesis is accepted. Without the hypothesis, their
+relative difference must be more than 100 times this."""
 
 MOST_NAMED = 3
 """Largest number of operators that a cause names."""
 
 MOST_INPUTS = 4
-"""Number of other inputs whose gradients or values are tried."""
+"""Largest number of inputs whose gradients or values are tried."""
 
 Sums = tuple[Tensor, Tensor]
-"""Two sums (by their terms) that are equal if a hypothesis holds."""
+"""The terms of two sums that are equal if a hypothesis holds."""
 
 
 @dataclass(frozen=True)
 class _Vectors:
-    """A random u at the coordinates of an input, a v at those of an output, v^T J by backward, and J u by differences.
+    """Vectors for random sums: u, v, gradient = v^T J by backward, and slope = J u by differences.
 
-    float64, shapes (n,), (m,), (n,) and (m,).
+    u is random at the coordinates of one input, v at those of one output; both are zero elsewhere. float64, shapes
+    (n,), (m,), (n,) and (m,).
     """
 
     u: Tensor
@@ -57,7 +58,8 @@ class _Vectors:
 class Hypotheses:
     """Hypotheses about the wrong analytical Jacobian of one output with respect to one input.
 
-    record_graph: whether func must record gradients. name_of: names an input in messages. order: of the derivatives.
+    A method that tests a hypothesis returns it as an Explanation if it holds, otherwise None. record_graph: whether
+    func must record gradients. name_of: gives the name of an input in messages. order: that of the derivatives.
     """
 
     problem: Problem
@@ -85,9 +87,10 @@ class Hypotheses:
         )
 
     def confirms(self, rule: Rule) -> bool | None:
-        """Whether sums over the places that a rule does not cover agree; None if the sums do not tell.
+        """Whether random sums confirm a rule for the positions of wrong entries; None if they do not decide.
 
-        The sums over the places that the rule covers and the sample does not contain must disagree.
+        True if sums over the elements that the rule does not cover agree, and sums over the covered elements outside
+        the sample, if there are any, disagree. False if sums over the elements that it does not cover disagree.
         """
         if rule.sampled is None or not self._sums_show_error:
             return None
@@ -105,7 +108,10 @@ class Hypotheses:
         return True if elsewhere <= NEAR and is_wrong else None
 
     def _difference_over(self, chosen: Tensor, side: Side) -> float:
-        """The relative difference of sums over some elements of the input or the output; 0 without terms."""
+        """The relative difference of sums over some elements of the input or the output; 0 if all terms are zero.
+
+        chosen: which elements, bool, shape (elements,).
+        """
         one, block = self._vectors[0], self.input if side == "input" else self.output
         own = chosen.repeat_interleave(block.width).to(self.problem.device)
         if side == "input":
@@ -140,7 +146,7 @@ class Hypotheses:
         return None
 
     def _is_right(self, other: Block) -> bool:
-        """Whether random sums of the Jacobian with respect to another input agree."""
+        """Whether random sums show no error in the Jacobian with respect to another input."""
         for one in self._vectors:
             along = self._at(other, one.u[self.input.slice])
             if not _relative_difference(along * one.gradient, one.v * self._slope_along(along)) <= NEAR:
@@ -148,7 +154,7 @@ class Hypotheses:
         return True
 
     def multiplied(self) -> Explanation | None:
-        """Whether another input is a missing or an extra factor of the gradient; needs no further calls."""
+        """Whether an input is a missing or an extra factor of the gradient; needs no further calls."""
         output, block = self.output, self.input
         if block.elements is not None or output.width != 1:
             return None
@@ -160,7 +166,7 @@ class Hypotheses:
             for side, how in itertools.product((output, block), ("missing", "extra")):
                 if side.width != 1 or not _broadcasts(values, side):
                     continue
-                # The factor that the right gradient is multiplied by, for each element of the input or of grad_output.
+                # The analytical gradient is the right one, scaled by this per element of the input or of grad_output.
                 scale = values.expand(side.tensor.shape).reshape(-1)
                 scale = 1 / scale if how == "missing" else scale
 
@@ -177,7 +183,7 @@ class Hypotheses:
         return None
 
     def result_for_input(self) -> Explanation | None:
-        """Whether backward uses the input in place of the result: then it is right for an input equal to the result."""
+        """Whether backward uses the input in place of the result: it is then right if the input equals the result."""
         output, block = self.output, self.input
         if not _same_elements(output, block):
             return None
@@ -192,7 +198,7 @@ class Hypotheses:
         )
 
     def rearranged(self) -> Explanation | None:
-        """Whether the Jacobian is a rearrangement of the right one."""
+        """Whether the analytical Jacobian is a rearrangement of the right one."""
         if not self._sums_show_error:
             return None
         output, block = self.output, self.input
@@ -220,7 +226,7 @@ class Hypotheses:
         return self._explained("transposed", ADJOINT.format(""), self._transposed)
 
     def at_changed_input(self, left: Callable[[], int]) -> Explanation | None:
-        """Whether the gradient is right at another point: a saved tensor may have been changed to it, or be wrong."""
+        """Whether the gradient is right at another point: a saved input may have been changed to that point."""
         for name, away in self._points():
             if left() < 4:
                 return None
@@ -231,14 +237,14 @@ class Hypotheses:
             text = f"the gradient is right for {name}, not for the input: a saved tensor was changed or is wrong"
             try:
                 found = self._explained("saved tensor", text, there)
-            except Exception:  # outside of func's domain
+            except Exception:  # the point may be outside the domain of func
                 continue
             if found is not None:
                 return found
         return None
 
     def cut(self) -> Explanation | None:
-        """Whether the gradient is right if results at which recording ends (detach()) are constants."""
+        """Whether the gradient is right if the results at which recording ends, as by detach(), are constants."""
         cuts = self._constants.cuts
         if not cuts:
             return None
@@ -291,17 +297,17 @@ class Hypotheses:
 
     @cached_property
     def _sums_show_error(self) -> bool:
-        """Whether the sums show that the gradient is wrong."""
+        """Whether all random sums show that the gradient is wrong."""
         return all(_relative_difference(one.u * one.gradient, one.v * one.slope) > 100 * NEAR for one in self._vectors)
 
     def _explained(self, name: CauseName, text: str, sums: Callable[[_Vectors], Sums]) -> Explanation | None:
-        """The hypothesis, if the gradient is wrong and its sums are equal for all vectors."""
+        """The hypothesis, if random sums show an error without it and its own sums are equal for all vectors."""
         if not self._sums_show_error:
             return None
         error = 0.0
         for one in self._vectors:
             difference = _relative_difference(*sums(one))
-            if not difference <= NEAR:  # a NaN is not near, either
+            if not difference <= NEAR:  # also if it is NaN
                 return None
             error = max(error, difference)
         return Explanation(name, text, error)
@@ -311,7 +317,7 @@ class Hypotheses:
     ) -> Tensor:
         """The derivative of the outputs along u, at a displacement from x: float64, shape (m,).
 
-        around: makes the context for each evaluation.
+        away: the displacement. around: gives the context manager for each evaluation.
         """
         step = 2.0**-17
         values = []
@@ -321,7 +327,7 @@ class Hypotheses:
         return (values[0] - values[1]) / (2 * step)
 
     def _gradient_with(self, block: Block, leaf: Tensor, v: Tensor) -> Tensor:
-        """v^T J with respect to a tensor in place of an input: float64, shape (coordinates,)."""
+        """v^T J with respect to `leaf`, which func gets in place of an input: float64, shape (coordinates,)."""
         output = self.problem.evaluate_with([block], [leaf])[self.output.index]
         own = v[self.output.slice]
         inputs = [native.InputBlock(leaf, 0, 0.0)]
@@ -335,7 +341,7 @@ class Hypotheses:
         return one.u * one.gradient, one.u[block.slice] * slope[output.slice]
 
     def _points(self) -> Iterator[tuple[str, Tensor]]:
-        """Points to which a saved input may have been changed: descriptions and displacements from x."""
+        """Points to which a saved input may have been changed: their descriptions and displacements from x."""
         problem = self.problem
         x = problem.coordinates()
         for block in problem.inputs:
@@ -359,24 +365,24 @@ class Hypotheses:
                 yield words, self._at(block, there - here)
 
     def _at(self, block: Block, values: Tensor) -> Tensor:
-        """A direction of the inputs with these values at the coordinates of a block, and zero elsewhere."""
+        """A vector with these values at the coordinates of a block, and zero elsewhere: float64, shape (n,)."""
         along = torch.zeros(self.problem.n, dtype=torch.float64, device=self.problem.device)
         along[block.slice] = values
         return along
 
 
 def _all_of(parts: tuple[ConstantPart, ...]) -> str:
-    return " and ".join(dict.fromkeys(map(str, parts[:MOST_NAMED])))  # two calls in one line have one name
+    return " and ".join(dict.fromkeys(map(str, parts[:MOST_NAMED])))  # two calls in one line have the same text
 
 
 def _relative_difference(terms: Tensor, others: Tensor) -> float:
-    """The difference of two sums over the sum of the moduli of their terms."""
+    """The difference of two sums, divided by the sum of the moduli of their terms; infinite if that is zero."""
     size = float(terms.abs().sum() + others.abs().sum())
     return abs(float(terms.sum() - others.sum())) / size if size else math.inf
 
 
 def _same_elements(block: Block, other: Block) -> bool:
-    """Whether all elements of both are coordinates, and their shapes and widths agree."""
+    """Whether both are real and have the same shape, and all their elements are coordinates."""
     complete = block.elements is None and other.elements is None
     return complete and block.tensor.shape == other.tensor.shape and block.width == other.width == 1
 

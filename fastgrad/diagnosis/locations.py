@@ -16,28 +16,28 @@ from fastgrad.report.evidence import Cause, CauseName, Sample
 from fastgrad.report.settings import Tolerances
 
 CHANCE = 0.1
-"""Largest probability that chance explains a rule for the positions of wrong entries, for it to be named."""
+"""A rule for the positions of wrong entries is named if it fits by chance with at most this probability."""
 
 CHANCE_OF_PLACES = 0.35
-"""The same for slices and ends of a dimension, where mistakes are common."""
+"""The same for slices, and for the last tile and the ends along one dimension, where mistakes are common."""
 
 JUMP = 30.0
-"""Least ratio of relative errors inside a region to those outside."""
+"""Least ratio of the errors in a region to those outside it; both are relative to the allowed error."""
 
 COMMON_THRESHOLDS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 6.0)
 """Common thresholds in code, the most likely first."""
 
 LEAST_BLOCK = 4
-"""Block sizes of kernels along a dimension: powers of two."""
+"""Smallest block size of kernels that is considered; block sizes are powers of two."""
 
 
 IN_SAMPLE = 0.6
-"""The confidence of a rule that fits a sample is multiplied by this, unless other entries confirm the rule."""
+"""The confidence of a rule that was derived from a sample is multiplied by this, unless other entries confirm it."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of the output or the input: their numbers in C order, and their values at x."""
+    """Elements of the output or the input: their numbers in C order and their values at x, shape (elements,)."""
 
     shape: tuple[int, ...]
     elements: Tensor
@@ -45,19 +45,19 @@ class Elements:
 
     @property
     def index(self) -> Tensor:
-        """Multi-indices, shape (elements, dimensions)."""
+        """Their multi-indices: int64, shape (elements, dimensions)."""
         return torch.stack(element_index(self.elements, self.shape), 1)
 
 
 Covers = Callable[[Elements], Tensor]
-"""Gives the elements that are wrong by a rule: bool, shape (elements,)."""
+"""Tells which elements are wrong according to a rule: bool, shape (elements,)."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """A rule for the positions of wrong entries, as a cause.
 
-    sampled: the elements that it was derived from, if they are a sample; otherwise None.
+    sampled: the numbers of the elements from which the rule was derived, if they are a sample; otherwise None.
     """
 
     cause: Cause
@@ -68,10 +68,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class _WrongElements(Elements):
-    """The elements of the output or the input: which have wrong entries, and more.
+    """The elements of the output or the input that have nonzero entries, and which of them have wrong ones (`bad`).
 
-    excess: for each element, the largest ratio of an error to the allowed error. mixing: as `_mixing`. share: share of
-    wrong entries among the entries of elements that have wrong ones. entries: number of wrong entries, and of all
+    excess: for each element, the largest ratio of an error to the allowed error. mixing: as from `_mixing`. share: the
+    share of wrong entries among the entries of bad elements. entries: number of wrong entries, and of all nonzero
     entries. is_complete: whether all entries were examined, not a sample.
     """
 
@@ -84,12 +84,12 @@ class _WrongElements(Elements):
     is_complete: bool
 
     def chance(self) -> float:
-        """Probability that one given rule fits the wrong elements by chance."""
+        """The probability that a given rule fits the wrong elements by chance."""
         return math.exp(_log_chance(int(self.bad.sum()), self.bad.numel()))
 
 
 def _log_chance(chosen: int, total: int) -> float:
-    """The logarithm of the probability that chance selects exactly the given elements."""
+    """The logarithm of the probability that `chosen` random elements out of `total` are exactly the given ones."""
     return math.lgamma(chosen + 1) + math.lgamma(total - chosen + 1) - math.lgamma(total + 1)
 
 
@@ -124,7 +124,7 @@ def _places(sample: Sample, side: Side, settings: Tolerances) -> _WrongElements 
 
 
 def _mixing(sample: Sample, nonzero: Tensor) -> frozenset[int] | None:
-    """Dimensions along which outputs depend on inputs at other places; None if the sides have other dimensions."""
+    """Dimensions along which an output depends on inputs at another index; None if the numbers of dimensions differ."""
     if len(sample.input_shape) != len(sample.output_shape):
         return None
     ins = element_index(sample.inputs[nonzero], sample.input_shape)
@@ -137,8 +137,8 @@ def place_causes(
 ) -> list[Cause]:
     """The causes of `place_rules`.
 
-    tested: texts of causes from a sample, and whether they are right for all entries; the others are stated only of the
-    sample.
+    tested: texts of causes from a sample, and whether other entries confirm them; those that they contradict are left
+    out. The text of a cause from a sample that was not tested says that it is about the sample.
     """
     is_right = dict(tested)
     found = []
@@ -180,7 +180,7 @@ def place_rules(sample: Sample, names: tuple[str, str], settings: Tolerances) ->
 
 
 def _element(places: _WrongElements, name: str) -> Rule | None:
-    """The cause if all entries of a single element are wrong, and no others."""
+    """The rule if all entries of a single element are wrong, and no others; None unless chance is unlikely."""
     wrong, total = places.entries
     if int(places.bad.sum()) != 1 or wrong < 3 or places.share < 1:
         return None
@@ -201,7 +201,7 @@ def _of(places: _WrongElements, cause: Cause, covers: Covers) -> Rule:
 
 
 def _triangle(places: _WrongElements, name: str) -> Rule | None:
-    """Wrong in one triangle, on the diagonal or off it, of the last two dimensions."""
+    """A rule for elements that are wrong only above, below, on or off the diagonal of the last two dimensions."""
     if places.index.shape[1] < 2:
         return None
     row, column = places.index[:, -2], places.index[:, -1]
@@ -231,7 +231,11 @@ def _rule(
     covers: Covers,
     most: float = CHANCE,
 ) -> Rule | None:
-    """A rule that fits all wrong and no right elements; None if chance explains it."""
+    """A rule that fits all wrong and no right elements; None if chance may explain it.
+
+    likely: the probability that it fits by chance; most: the largest such probability for a rule; base: the confidence
+    of a rule that cannot fit by chance.
+    """
     if likely > most:
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
@@ -246,7 +250,7 @@ def _extent(index: Tensor) -> tuple[int, int]:
 
 
 def _tail(places: _WrongElements, name: str) -> Rule | None:
-    """Wrong from an index on that is a multiple of a block size: along one dimension, along several, or in memory."""
+    """A rule for elements that are wrong from a multiple of a block size on: along some dimensions, or in memory."""
     index, bad = places.index, places.bad
     total = math.prod(places.shape)
     bounds = [(f"dimension {dim} of {name}", _along(dim), size) for dim, size in enumerate(places.shape)]
@@ -260,7 +264,7 @@ def _tail(places: _WrongElements, name: str) -> Rule | None:
             text = f"wrong only in the last tile: from index {start} (a multiple of {block}) along {what}, size {size}"
             base = 0.94 if block >= 8 else 0.88
             return _rule("last tile", text, places, 2 * places.chance(), base, _from(number, start), CHANCE_OF_PLACES)
-    # Right in a box from the first element on, and nowhere else.
+    # The elements are right in a box that begins at the first element, and nowhere else.
     right = index[~bad]
     ends = right.amax(0)
     if bool(right.amin(0).any()) or bool((index[bad] <= ends).all(1).any()):
@@ -284,7 +288,7 @@ def _from(number: Covers, start: int) -> Covers:
 
 
 def _tail_block(last_right: int, first_wrong: int, size: int) -> int | None:
-    """The largest block whose last multiple within size separates right from wrong indices; None if there is none."""
+    """The largest block size whose last multiple up to `size` separates right from wrong indices; None without one."""
     block = 1 << max(0, (size - 1).bit_length())
     while block >= LEAST_BLOCK:
         start = size - size % block
@@ -295,7 +299,7 @@ def _tail_block(last_right: int, first_wrong: int, size: int) -> int | None:
 
 
 def _ends(places: _WrongElements, name: str) -> Rule | None:
-    """Wrong at the first or last indices along a dimension, or at all borders."""
+    """A rule for elements that are wrong only at the first or last indices along a dimension, or at all borders."""
     index, bad = places.index, places.bad
     for dim, size in enumerate(places.shape):
         right, wrong = index[~bad][:, dim], index[bad][:, dim]
@@ -306,7 +310,7 @@ def _ends(places: _WrongElements, name: str) -> Rule | None:
         if size < 3 or bool(inside.any()) or first > most or last > most or not first + last:
             continue
         if first and last and not (bool((wrong < low).any()) and bool((wrong > high).any())):
-            continue  # one of the ends has no entries
+            continue  # the elements at one of the ends have no entries
         where = " and ".join(
             [f"the first {_several(first)}"] * bool(first) + [f"the last {_several(last)}"] * bool(last)
         )
@@ -316,7 +320,7 @@ def _ends(places: _WrongElements, name: str) -> Rule | None:
             base = 0.93
         elif first + last > 1 or len(places.shape) == 1:
             base = 0.9
-        else:  # a single row at the end may be any row
+        else:  # a single wrong row may be the first or last one by chance
             base = 0.91 if mixes and (places.mixing is not None or dim >= 2) else 0.7
         return _rule("boundary", text, places, 2 * places.chance(), base, _outside(low, high, [dim]), CHANCE_OF_PLACES)
     right = index[~bad]
@@ -340,7 +344,7 @@ def _several(count: int) -> str:
 
 
 def _slice(places: _WrongElements, name: str) -> Rule | None:
-    """Wrong in one row, column, channel or item only, or in one of each of two dimensions."""
+    """A rule for elements that are wrong at only one index along a dimension, or along several dimensions."""
     index, bad = places.index, places.bad
     if int(bad.sum()) < 2 and places.bad.numel() < 2 * sum(places.shape):
         return None
@@ -370,7 +374,7 @@ def _at(dims: list[int], index: Tensor) -> Covers:
 
 
 def _region(places: _WrongElements, name: str) -> Rule | None:
-    """Wrong only where the element's value is on one side of a threshold, or between two."""
+    """A rule for elements that are wrong only if their values are on one side of a threshold, or between two."""
     values, bad = places.values, places.bad
     if values is None or values.is_complex() or not bool(values.isfinite().all()):
         return None
@@ -409,7 +413,7 @@ def _region(places: _WrongElements, name: str) -> Rule | None:
 
 
 def _where(sign: str, threshold: float, of_modulus: bool) -> Covers:
-    """Whether the values, or their moduli, are on one side of a threshold."""
+    """Tells which values, or moduli of values, are on one side of a threshold or equal to it, as `sign` says."""
     compare = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "==": torch.eq}[sign]
 
     def covers(some: Elements) -> Tensor:
@@ -420,7 +424,7 @@ def _where(sign: str, threshold: float, of_modulus: bool) -> Covers:
 
 
 def _single_value(places: _WrongElements, name: str) -> Rule | None:
-    """Wrong only if the element has one particular value, for example the zeros of a mask."""
+    """A rule for elements that are wrong only if they have a certain value, for example zero in a mask."""
     assert places.values is not None
     wrong, right = places.values[places.bad], places.values[~places.bad]
     value = float(wrong[0])
@@ -433,7 +437,7 @@ def _single_value(places: _WrongElements, name: str) -> Rule | None:
 
 
 def _threshold(low: float, high: float) -> tuple[float, bool]:
-    """A number between two numbers, if possible a round one; and whether it is a common threshold."""
+    """A number from `low` to `high`, if possible a round one, and whether it is a common threshold."""
     for natural in COMMON_THRESHOLDS:
         if low <= natural <= high:
             return natural, True

@@ -1,4 +1,4 @@
-"""Causes for right entries at wrong positions, or without a sum: compares both Jacobians as matrices."""
+"""Causes for right entries at wrong positions, and for missing sums: compares both Jacobians as matrices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastgrad.report.evidence import Cause, CauseName, Sample
 from fastgrad.report.settings import Tolerances
 
 OUTER = 1e-3
-"""Largest relative second singular value of an outer product, due to rounding and eps."""
+"""Largest ratio of the second to the first singular value of an outer product, which rounding and eps perturb."""
 
 LARGEST_MATRIX = 1 << 18
 """Largest number of entries of a Jacobian that is compared with its rearrangements."""
@@ -30,7 +30,7 @@ Side = Literal["input", "output"]
 
 
 def _broadcast_dims(sample: Sample) -> list[int]:
-    """The dimensions of the output that the input is expanded along, as broadcasting reads shapes."""
+    """The output dimensions along which broadcasting expands the input; none if the shapes do not broadcast."""
     missing = len(sample.output_shape) - len(sample.input_shape)
     padded = (1,) * missing + sample.input_shape
     if missing < 0 or any(own not in (1, size) for own, size in zip(padded, sample.output_shape, strict=True)):
@@ -39,7 +39,7 @@ def _broadcast_dims(sample: Sample) -> list[int]:
 
 
 def shared_by(sample: Sample) -> int:
-    """Number of outputs per input element, if each output depends on one element; otherwise 0."""
+    """Number of outputs per input element, if it is constant and each output depends on one element; otherwise 0."""
     numerical = sample.numerical != 0
     outputs, inputs = sample.outputs[numerical], sample.inputs[numerical]
     counts = torch.unique(inputs, return_counts=True)[1]
@@ -50,7 +50,7 @@ def shared_by(sample: Sample) -> int:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Both Jacobians, shape (*output, *input); with NaN for unknown entries."""
+    """Both Jacobians, shape (*output, *input), with NaN for unknown entries; outputs: number of output dimensions."""
 
     analytical: Tensor
     numerical: Tensor
@@ -62,7 +62,7 @@ class _Matrices:
         some = rearranged[self._some_wrong] - self.analytical[self._some_wrong]
         if bool((some.abs() > self.settings.allowed(rearranged[self._some_wrong])).any()):
             return 0  # the usual case: testing these few entries first takes a hundredth of the time of testing all
-        # Only nonzero entries are compared first: a zero agrees with any other zero.
+        # Nonzero analytical entries are compared before the others, because zeros agree with most rearrangements.
         places, analytical = self._nonzero
         some = rearranged[places]
         known = ~some.isnan()
@@ -80,7 +80,7 @@ class _Matrices:
 
     @cached_property
     def _nonzero(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The places of the analytical entries that are known and not zero, and their values."""
+        """The indices of the analytical entries that are known and not zero, and their values."""
         places = (~self.analytical.isnan() & (self.analytical != 0)).nonzero().unbind(1)
         return places, self.analytical[places]
 
@@ -181,7 +181,7 @@ def _nearest_first(size: int, most: int) -> Iterable[int]:
 
 
 def _of_rearrangements(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """The right entries, all dimensions of one side rearranged."""
+    """The cause if the entries are right, but rearranged along the dimensions of the input or of the output."""
     sides: tuple[tuple[Side, int, tuple[int, ...]], ...] = (
         ("input", matrices.outputs, sample.input_shape),
         ("output", 0, sample.output_shape),
@@ -195,7 +195,7 @@ def _of_rearrangements(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
 
 
 def _of_transpose(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """The matrix of forward instead of its transpose, in all dimensions or along one."""
+    """The cause if the Jacobian is transposed, in all dimensions or along one."""
     if sample.input_shape != sample.output_shape or not sample.output_shape:
         return
     n, outputs = matrices.numerical, matrices.outputs
@@ -222,7 +222,7 @@ ADJOINT = (
 
 
 def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """The right values of each row, or each column, in some other order."""
+    """The cause if each row, or each column, has the right values in another order."""
     if not sample.complete:
         return
     m, size = math.prod(sample.output_shape), math.prod(sample.input_shape)
@@ -251,7 +251,10 @@ def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
 
 @dataclass(frozen=True)
 class _Flat:
-    """Both Jacobians, real, shape (outputs, inputs), with zeros for unknown entries; and which entries differ."""
+    """The analytical (a) and numerical (n) Jacobian, real, with zeros for unknown entries, and which entries differ.
+
+    Shape (output elements, input elements).
+    """
 
     a: Tensor
     n: Tensor
@@ -271,7 +274,7 @@ def _flattened(matrices: _Matrices, sample: Sample) -> _Flat | None:
 
 
 def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """A sum over the wrong dimensions of grad_output, if the input was expanded."""
+    """The cause if backward sums over the wrong dimensions of grad_output for an input that func expands."""
     flat = _flattened(matrices, sample)
     if flat is None or shared_by(sample) < 2 or not bool((flat.a != 0).any()):
         return
@@ -293,7 +296,7 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
 
 
 def _of_dimensions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """Dependences along one dimension in func, but along another in backward."""
+    """The cause if elements depend on each other along one dimension in func, but along another in backward."""
     if sample.input_shape != sample.output_shape:
         return
     func, backward = (_coupled_dims(matrix, matrices.outputs) for matrix in (matrices.numerical, matrices.analytical))
@@ -317,19 +320,19 @@ def _coupled_dims(matrix: Tensor, outputs: int) -> set[int]:
 
 
 def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """A sum or mean over grad_output that is missing."""
+    """The cause if backward lacks a sum or a mean over grad_output, or assigns gradients instead of adding them."""
     flat = _flattened(matrices, sample)
     if flat is None:
         return
     a, n, known, wrong = flat.a, flat.n, flat.known, flat.wrong
     lost, extra, total = wrong & (a == 0), wrong & (n == 0), int(wrong.sum())
     columns = (n != 0).any(0)
-    # Columns that lost most of their entries and kept some.
+    # Columns with missing entries, and the share of their numerical entries that is missing.
     columns_lost = lost.any(0)
     kept = (a != 0).any(0)
     share = lost[:, columns_lost].sum() / max(1, int((n[:, columns_lost] != 0).sum()))
     spread = int(columns_lost.sum()) * 10 >= int(columns.sum()) * 9
-    # If only whole rows are lost, backward omits these outputs, not a sum, unless each depends on a single element.
+    # If only whole rows are missing, backward omits these outputs, not a sum, unless each depends on a single element.
     of_one = bool(((n != 0).sum(1) <= 1).all())
     in_rows = of_one or bool(lost[(a != 0).any(1)].any())
     both = int((columns_lost & kept).sum()) * 2 >= int(columns_lost.sum()) > 0
@@ -368,7 +371,7 @@ def _along(dims: list[int]) -> str:
 
 
 def _is_outer(error: Tensor, n: Tensor) -> bool:
-    """Whether an error is an outer product of two vectors in each of its parts that share no row or column."""
+    """Whether an error, but not `n`, is an outer product in each of its parts, which share no row or column."""
     size = error.abs()
     noise = 1e-6 * float(size.max())
     left = size > noise

@@ -19,22 +19,25 @@ MOST_ENTRIES = 1 << 14
 """Largest number of entries of a sample."""
 
 MOST_COLUMNS, MOST_ROWS = 12, 24
-"""How many columns and rows of a large Jacobian are computed: two evaluations per column, one VJP per row."""
+"""Numbers of columns and rows of a large Jacobian that are computed: two evaluations per column, one VJP per row."""
 
 LARGEST_BLOCK = 1 << 8
-"""Largest block size of kernels that a sample takes into account: it includes elements where the last blocks begin."""
+"""Largest block size of kernels for which a sample includes the elements where the last block begins."""
 
 
 class Samples(Experiments):
     """Entries of the failing pair."""
 
     def _sample(self, output: Block, block: Block, comparison: Comparison) -> Sample | None:
-        """Entries of the failing pair: all if affordable, otherwise the known ones, or those around the worst."""
+        """Entries of the failing pair: all if affordable, otherwise the known ones, or those around the worst one.
+
+        None if these do not contain a wrong entry.
+        """
         rows, columns = output.tensor.numel(), block.size
         whole = 2 * columns + rows if self._failure.mode == "reverse" else 3 * columns
         sample = None
         if comparison.analytical is not None and comparison.numerical is not None:
-            # In torch's layout; those of a sparse input also have one row per element.
+            # In torch's layout: one row per input element, also for a sparse input.
             sample = self._of_matrices(comparison.analytical.t(), comparison.numerical.t(), output, block)
         elif whole <= min(self._affordable, self._left()) and rows * columns <= 1 << 22:
             sample = self._try(whole, lambda: self._whole(output, block))
@@ -50,7 +53,7 @@ class Samples(Experiments):
         return self._try(1, lambda: self._with_values(sample, output, block)) or sample
 
     def _with_values(self, sample: Sample, output: Block, block: Block) -> Sample:
-        """The sample with the inputs' and outputs' values at x."""
+        """The sample with the values at x of its input elements and output elements."""
         at, values = self._problem.coordinates(), self._problem.base()
         element = sample.inputs
         is_densified = block.elements is None and block.tensor.layout is not torch.strided
@@ -60,7 +63,7 @@ class Samples(Experiments):
             element = order[torch.searchsorted(specified[order], element)]
         return replace(
             sample,
-            # The zeros that a sparse input does not specify belong to its layout, not to its values.
+            # The unspecified zeros of a sparse input are a property of its layout, not of its values.
             input_values=None if is_densified else _elements(at, block).cpu()[element],
             output_values=_elements(values, output).cpu()[sample.outputs],
         )
@@ -75,7 +78,7 @@ class Samples(Experiments):
         return self._of_matrices(analytical, self._entries(numerical, output, block), output, block)
 
     def _part(self, output: Block, block: Block, worst: Entry) -> Sample:
-        """The entries in some columns and rows: those of the worst entry, its neighbors and likely borders."""
+        """The entries in some columns and rows: those of the worst entry, of its neighbors and of likely borders."""
         places = element_number(worst.input_index, block.tensor.shape)
         chosen = _around(places, tuple(block.tensor.shape), self._settings.seed)
         if block.elements is not None:
@@ -85,7 +88,7 @@ class Samples(Experiments):
         count = max(1, min(MOST_COLUMNS, budget // (4 * block.width)))
         chosen = chosen[:count]
         numerical = self._entries(self._columns(block, chosen), output, block)
-        # The outputs for which the chosen elements matter most: in a sparse Jacobian, other outputs show nothing.
+        # Rows with the largest entry of a chosen column: in a sparse Jacobian, most other rows are zero there.
         row = element_number(worst.output_index, output.tensor.shape)
         sizes = numerical.abs().nan_to_num(0.0)
         rows = [row, *sizes.argmax(0).tolist(), *_around(row, tuple(output.tensor.shape), self._settings.seed)]
@@ -137,7 +140,11 @@ class Samples(Experiments):
         rows: list[int] | None = None,
         columns: list[int] | None = None,
     ) -> Sample:
-        """A sample of two matrices, shape (output elements, input elements); some of the zeros are left out."""
+        """A sample from two matrices, shape (output elements, input elements), of at most `MOST_ENTRIES` entries.
+
+        If whole matrices have more, entries that agree and are zero in both are left out first. rows, columns: the
+        elements of the matrices' rows and columns; None: all.
+        """
         analytical, numerical = analytical.cpu(), numerical.cpu()
         own = self._settings.of(block.index)
         failing = ~torch.isclose(analytical, numerical, rtol=own.rtol, atol=own.atol)
@@ -160,7 +167,7 @@ class Samples(Experiments):
 
 
 def _around(element: int, shape: tuple[int, ...], seed: int) -> list[int]:
-    """An element, its neighbors along each dimension, the ends, where tails of blocks begin, and random others."""
+    """An element, its neighbors along each dimension, the ends, the borders of last blocks, and random elements."""
     index = element_index(element, shape)
     places, along = [index], list[list[int]]()
     for dim, size in enumerate(shape):
@@ -174,20 +181,20 @@ def _around(element: int, shape: tuple[int, ...], seed: int) -> list[int]:
         for dim, candidates in enumerate(along):
             if turn < len(candidates):
                 places.append((*index[:dim], candidates[turn], *index[dim + 1 :]))
-        # Every second element is random, because neighbors alone do not distinguish a single place from a rule.
+        # Random elements in between, because neighbors alone do not distinguish a single place from a rule.
         where = direction(max(1, len(shape)), seed, EVIDENCE_STREAM + 16 * 9, 8 * turn).abs_().sub_(0.5).tolist()
         places.append(tuple(min(size - 1, int(share * size)) for share, size in zip(where, shape, strict=False)))
     return [element_number(place, shape) for place in dict.fromkeys(places)]
 
 
 def _elements(coordinates: Tensor, block: Block) -> Tensor:
-    """The elements of a block, from all coordinates of its side."""
+    """The values of a block's elements, from the coordinates of all inputs or of all outputs."""
     own = coordinates[block.slice]
     return torch.view_as_complex(own.contiguous().view(-1, 2)) if block.is_complex else own
 
 
 def _paired(coordinates: Tensor) -> Tensor:
-    """Complex entries of pairs of columns, shape (rows, entries)."""
+    """Complex entries from pairs of columns: complex128, shape (rows, entries)."""
     return torch.view_as_complex(coordinates.contiguous().view(coordinates.shape[0], -1, 2))
 
 
@@ -196,7 +203,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _thinned(failing: Tensor, seed: int) -> Tensor:
-    """At most MOST_ENTRIES of some entries, balanced between failing and other ones."""
+    """The numbers of at most MOST_ENTRIES entries, half of them failing if there are enough of both: int64, sorted."""
     if failing.numel() <= MOST_ENTRIES:
         return torch.arange(failing.numel(), device="cpu")
     generator = torch.Generator("cpu").manual_seed(seed % (1 << 63))

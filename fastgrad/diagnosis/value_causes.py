@@ -17,7 +17,7 @@ from fastgrad.report.report import Report
 from fastgrad.report.settings import Tolerances
 
 RESIDUAL = 1e-3
-"""A constant factor is named as the cause if it leaves at most this share of the analytical entries unexplained."""
+"""Largest residual with which a factor is named as the cause, relative to the 2-norm of the analytical entries."""
 
 EXACT = 1e-4
 """Largest relative difference between a factor and the number that explains it (2, -1, or the size of a tensor)."""
@@ -28,13 +28,13 @@ NAMED_FACTORS = {
     math.pi / 180: "pi / 180 (degrees to radians)",
     180 / math.pi: "180 / pi (radians to degrees)",
 }
-"""Constants that are named if they are missing as a factor, with their inverses."""
+"""Constants, and their inverses, that are named if they are missing as a factor."""
 
 
 def constant_factor(comparison: Comparison) -> tuple[float, float] | None:
     """(k, residual) if analytical = k * numerical over the mismatched entries, by least squares.
 
-    residual is |analytical - k numerical| / |analytical|; at least two entries are needed.
+    residual is |analytical - k numerical| / |analytical|. None without a factor, or with fewer than two entries.
     """
     if comparison.mismatches < 2 or not 0 < comparison.sum_analytical * comparison.sum_numerical < math.inf:
         return None
@@ -53,7 +53,7 @@ def most_unexplained(factor: complex) -> float:
 
 
 def is_zero(comparison: Comparison) -> bool:
-    """Whether every mismatched analytical entry is zero."""
+    """Whether every mismatched analytical entry is zero, and some numerical one is not."""
     return comparison.mismatches > 0 and comparison.sum_analytical == 0 and comparison.sum_numerical > 0
 
 
@@ -108,7 +108,7 @@ def of_sample(sample: Sample, report: Report, failure: Failure, settings: Tolera
     values = list(_of_values(sample, failure, evidence, report.settings.order))
     structure = list(structure_causes(sample, settings))
     found = [*structure, *values]
-    # These also explain the right entries, so no cause from the positions of the wrong ones is needed.
+    # These causes also explain which entries are right, so that a cause from positions is not needed.
     replaces_places = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
     if not any(cause.name in replaces_places for cause in structure):
         found += place_causes(sample, places_named(report, failure), settings, evidence.places or ())
@@ -117,7 +117,7 @@ def of_sample(sample: Sample, report: Report, failure: Failure, settings: Tolera
 
 
 def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int) -> Iterator[Cause]:
-    """Causes from the relation of wrong entries to right ones."""
+    """Causes from the relation of wrong analytical entries to numerical ones."""
     a, n = sample.analytical[sample.failing], sample.numerical[sample.failing]
     finite = a.isfinite() & n.isfinite()
     a, n = a[finite], n[finite]
@@ -157,7 +157,7 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
 
 
 def _entries_per_output(sample: Sample) -> int:
-    """Number of input elements on which each output depends; 0 if it varies or entries are missing."""
+    """Number of input elements on which each output depends; 0 if it varies or not all entries are known."""
     if not sample.complete:
         return 0
     counts = torch.unique(sample.outputs[sample.numerical != 0], return_counts=True)[1]
@@ -165,7 +165,7 @@ def _entries_per_output(sample: Sample) -> int:
 
 
 def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
-    """Whether wrong entries, one per input and output, differ from the right ones by the same number."""
+    """The cause if wrong entries, one per input and output element, differ from the right ones by the same number."""
     off = n - a
     difference = float(off.mean())
     spread = float((off - difference).abs().max())
