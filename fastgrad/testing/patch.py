@@ -33,7 +33,7 @@ class Check:
     ours
         The outcome of fastgrad's check.
     report
-        Its report; None if an exception prevented a verdict.
+        The report of fastgrad's check; None if an exception prevented a verdict.
     torch
         The outcome of torch's checker, if both ran.
     """
@@ -50,7 +50,7 @@ class Check:
 
 
 class DisagreementError(AssertionError):
-    """fastgrad and torch disagree about one check; `check` holds both outcomes, the message both messages."""
+    """fastgrad and torch disagree about a check; `check` has both outcomes, and the message quotes both messages."""
 
     def __init__(self, check: Check) -> None:
         assert check.torch is not None
@@ -64,7 +64,7 @@ class DisagreementError(AssertionError):
         self.check = check
 
     def __reduce__(self) -> tuple[type[DisagreementError], tuple[Check]]:
-        """Pickles the check, from which the message is made again."""
+        """Pickles only the check, from which unpickling makes the message again."""
         return type(self), (self.check,)
 
 
@@ -169,7 +169,7 @@ def estimate() -> Iterator[list[float]]:
     Yields
     ------
     list of float
-        The seconds that each call so far would take.
+        The estimated seconds of each call so far.
     """
     with _in_force(_Session(compare=False, estimates=True)) as session:
         yield session.seconds
@@ -191,7 +191,7 @@ def _in_force(session: _Session) -> Iterator[_Session]:
 
 
 def _forward(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """One call of a patched checker."""
+    """Runs one call of a patched checker; returns whether it passed, or raises as this checker does."""
     __tracebackhide__ = True
     sessions = _sessions[-1:]  # none, if another thread has just left the last context
     if torch_reference.is_asked() or not sessions:
@@ -209,7 +209,7 @@ def _forward(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -
         try:
             raise error
         finally:
-            del error, check  # a traceback that holds its own frame would keep the inputs alive
+            del error, check  # a traceback that refers to its own frame would keep the inputs in memory
     return error is None
 
 
@@ -223,7 +223,7 @@ def _estimated(name: str, positional: tuple[Any, ...], keywords: dict[str, Any])
 
 
 def ask(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Check:
-    """Runs fastgrad's checker; records the error of a failure for any value of raise_exception."""
+    """Runs fastgrad's checker; the result has the error of a failure for any value of raise_exception."""
     reports: list[Report] = []
 
     def run() -> None:
@@ -236,7 +236,7 @@ def ask(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Che
 
 
 def ask_both(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Check:
-    """Runs fastgrad's checker, which restores all state, then torch's."""
+    """Runs fastgrad's checker, then torch's, from the same state of torch's random generators."""
     before = RandomState()
     check = ask(name, positional, keywords)
     after = RandomState()
@@ -248,8 +248,8 @@ def ask_both(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -
     return Check(name, check.ours, check.report, torchs)
 
 
-# The bodies of torch's functions while they forward to fastgrad. They run with torch's globals, so they import what
-# they need. They pass on all parameters.
+# The bodies that torch's functions have while they forward to fastgrad. These bodies run with torch's globals and
+# therefore import what they need. They pass on all parameters.
 @hidden_from_dynamo
 def _gradcheck(func: Callable[..., Any], inputs: Any, *arguments: Any, **keywords: Any) -> bool:
     __tracebackhide__ = True
@@ -278,7 +278,7 @@ class _Redirection:
             code, function_globals, f"{function.__name__} of torch", self.function.__defaults__
         )
         self.original.__kwdefaults__ = self.function.__kwdefaults__
-        # Suites inspect the signature to learn which keywords this torch has.
+        # Test suites inspect the signature to learn which keywords this version of torch has.
         vars(self.function)["__signature__"] = inspect.signature(self.function)
         self.function.__code__ = body.__code__
 
@@ -290,7 +290,7 @@ class _Redirection:
 
 def _torchs_own(name: str) -> FunctionType:
     """The original function of torch, even if its name was replaced by a wrapper."""
-    # Not torch.autograd.gradcheck: that attribute is the function, which hides the module of its name.
+    # Not the attribute torch.autograd.gradcheck: it is the function, which hides the module of the same name.
     module = import_module("torch.autograd.gradcheck")
 
     def is_torchs(value: object) -> TypeGuard[FunctionType]:
@@ -299,7 +299,7 @@ def _torchs_own(name: str) -> FunctionType:
         return (value.__code__.co_name, value.__code__.co_filename) == (name, module.__file__)
 
     there = getattr(module, name)
-    # A wrapper may hold it in a closure, an attribute or wherever else.
+    # A wrapper may hold torch's function in a closure, an attribute or anywhere else.
     found = there if is_torchs(there) else next(filter(is_torchs, gc.get_objects()), None)
     if found is None:
         raise RuntimeError(f"torch's {name} cannot be patched: it was replaced by {there!r}.")
@@ -308,7 +308,7 @@ def _torchs_own(name: str) -> FunctionType:
 
 _BODIES = {"gradcheck": _gradcheck, "gradgradcheck": _gradgradcheck}
 _TORCH: dict[str, _Redirection] = {}
-"""The session of the last `patch`, for threads that are still in a call when it ends."""
+"""The redirections of the last `patch`; kept for threads that are still in a call when it ends."""
 _lock = threading.Lock()
 _sessions: list[_Session] = []
 

@@ -30,11 +30,11 @@ _OUTSIDE = "outside of tests"
 
 @dataclass
 class Summary:
-    """Totals of a session's checks; plain data, as a worker of pytest-xdist sends it.
+    """Totals of a session's checks, as plain data that a worker of pytest-xdist can send.
 
-    slowest: rows of seconds, torch's seconds or None, checker, engine, test. undecided: tests with checks that did not
-    reach a verdict. reports: of failing checks, the HTML file, test, checker, and what was found. lost: workers that
-    ended without a summary.
+    slowest: rows of seconds, torch's seconds or None, checker, engine, test. undecided: tests with undecided checks.
+    reports: for each failing check, the HTML file, the test, the checker, and the first line of the message. lost:
+    number of workers that ended without a summary.
     """
 
     checkers: Counter[str] = field(default_factory=Counter)
@@ -72,7 +72,7 @@ class Summary:
         self._keep_slowest([[check.ours.seconds, torch_seconds, check.name, engine or "-", test]])
 
     def merge(self, other: dict[str, Any]) -> None:
-        """Adds another summary, given by `as_dict`."""
+        """Adds another summary, as its `as_dict` returned it."""
         for name in ("checkers", "verdicts", "engines", "errors"):
             getattr(self, name).update(other[name])
         for name in ("seconds", "torch_seconds", "compared", "lost"):
@@ -83,7 +83,7 @@ class Summary:
         self._keep_slowest(other["slowest"])
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, of types that JSON and execnet know."""
+        """The fields, in types that JSON and execnet support."""
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
     def lines(self) -> list[str]:
@@ -135,17 +135,17 @@ class Session:
         self._written: Counter[str] = Counter()
         self._durations: dict[str, float] = {}
         stack = ExitStack()
-        # Runs however the session ends, even if it never begins.
+        # The cleanup runs however the session ends, even if it never begins.
         config.add_cleanup(stack.close)
         self._checks = stack.enter_context(patch(compare=compare))
         if compare:
-            # The first checks of both import modules for up to a second, which must not count as time of a test.
+            # The first checks import modules, for up to a second; this must not count as time of a test.
             sine = torch.sin, torch.zeros(40, dtype=torch.float64, requires_grad=True)
             for name, fast_mode in product(("gradcheck", "gradgradcheck"), (False, True)):
                 ask_both(name, sine, {"fast_mode": fast_mode})
 
     def pytest_report_header(self) -> str:
-        """Describes what is unusual."""
+        """The plugin's line in the header of the session."""
         beside = ", compared with torch's" if self._compare else " instead of torch's"
         return f"fastgrad {__version__}: gradcheck and gradgradcheck{beside}"
 
@@ -188,7 +188,7 @@ class Session:
             self._summary.merge(summary)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints the totals."""
+        """Prints the totals, and writes the summary, the durations and the index page."""
         terminalreporter.section("fastgrad")
         for line in self._summary.lines():
             terminalreporter.line(line)
@@ -229,7 +229,7 @@ class Session:
             phase.sections.append(("fastgrad's report", str(path)))
 
     def _file_name(self, test: str) -> str:
-        """The HTML file of a test's next failing check: its name is legible, valid everywhere, and unique."""
+        """The file name for a test's next failing check: readable, valid on all systems, and unique."""
         stem = re.sub(r"[^\w.=,-]+", "-", test).strip("-")
         if len(stem) > 120:
             stem = f"{stem[:110]}-{hashlib.sha256(test.encode()).hexdigest()[:8]}"
@@ -238,7 +238,7 @@ class Session:
 
 
 class Estimates:
-    """The plugin with --fastgrad=estimate: estimates durations, and skips tests with checks."""
+    """The plugin with --fastgrad=estimate: estimates durations, and marks tests with checks as skipped."""
 
     def __init__(self, config: pytest.Config, directory: Path) -> None:
         self._directory = directory
@@ -248,7 +248,7 @@ class Estimates:
         self._seconds = stack.enter_context(estimate())
 
     def pytest_report_header(self) -> str:
-        """Describes what is unusual."""
+        """The plugin's line in the header of the session."""
         return f"fastgrad {__version__}: estimates the times of gradcheck and gradgradcheck, and does not run them"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -264,7 +264,7 @@ class Estimates:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Adds up the duration of a test, on all workers."""
+        """Adds up the duration of a test; gets the reports of all workers."""
         self._durations[report.nodeid] = self._durations.get(report.nodeid, 0.0) + report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -283,7 +283,7 @@ def _durations_text(durations: dict[str, float]) -> str:
 
 
 def _property(check: Check) -> str:
-    """The JUnit XML property of a check."""
+    """The value of a check's property in JUnit XML."""
     torchs = "" if check.torch is None else f", torch {check.torch.verdict} in {seconds_text(check.torch.seconds)}"
     return f"{check.ours.verdict} in {seconds_text(check.ours.seconds)}{torchs}"
 

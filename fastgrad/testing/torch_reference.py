@@ -45,7 +45,7 @@ class Outcome:
 
 
 def outcome_of(check: Callable[[], object]) -> Outcome:
-    """Runs a check that raises if it fails."""
+    """Runs a check that raises if it fails; returns its outcome."""
     __tracebackhide__ = True
     start = time.perf_counter()
     try:

@@ -19,7 +19,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Row:
-    """One operator in one mode: verdicts, median seconds of each side, and how often both ran."""
+    """One operator in one mode: both verdicts, both median times in seconds, and how often both checkers were timed."""
 
     operator: str
     fast_mode: bool
@@ -57,7 +57,7 @@ def rows(seconds: float, device: str) -> Iterator[Row]:
 
 def _measured(name: str, func: Callable[..., Any], inputs: tuple[Tensor, ...], fast_mode: bool, budget: float) -> Row:
     end = time.perf_counter() + budget
-    ask_both("gradcheck", (func, inputs), {"fast_mode": fast_mode})  # imports, and the first run of every kernel
+    ask_both("gradcheck", (func, inputs), {"fast_mode": fast_mode})  # not timed: imports, first runs of kernels
     checks: list[Check] = []
     while not checks or (len(checks) < ROUNDS and time.perf_counter() < end):
         checks.append(ask_both("gradcheck", (func, inputs), {"fast_mode": fast_mode}))
@@ -79,7 +79,7 @@ def _measured(name: str, func: Callable[..., Any], inputs: tuple[Tensor, ...], f
 
 
 def printed(measured: Iterable[Row]) -> list[Row]:
-    """Prints the table as it grows; returns its rows."""
+    """Prints each row of the table once it is measured; returns the rows."""
     print(f"{'operator':<12} {'mode':<5} {'n':>6} {'m':>6}  {'engine':<11}{'verdict':<8}{'ms':>9}", end="")
     print(f"   {'torch':<8}{'ms':>10} {'ratio':>8}")
     done = []

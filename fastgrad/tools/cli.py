@@ -29,7 +29,7 @@ _CODES = {"passed": 0, "failed": 1, "incomplete": 2}
 """Exit codes of the verdicts of `check_variants`."""
 
 _INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
+"""Exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
 
 GRAMMAR = """\
 functions
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as after `| head`: the interpreter must not write the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
-    except SystemExit as stop:  # for example, of __getattr__ of the module
+    except SystemExit as stop:  # for example, raised by __getattr__ of the module
         print(f"fastgrad {options.command}: sys.exit({stop.code!r}) was called: there is no verdict", file=sys.stderr)
         return 2
     except Exception:  # the interpreter's exit code would be 1, which means that the check failed
@@ -184,7 +184,7 @@ def _seed(text: str) -> int:
 
 
 def _for_inputs(option: str, given: list[tuple[str, float]]) -> float | dict[str, float]:
-    """One number for all inputs, or numbers by their names."""
+    """One number for all inputs, or numbers by names of inputs."""
     if len(given) == 1 and not given[0][0]:
         return given[0][1]
     if not all(name for name, _ in given):
@@ -253,7 +253,7 @@ def _checked(options: argparse.Namespace) -> int:
 
 
 def _refuse_options(options: argparse.Namespace) -> None:
-    """Raises a SpecError if options exclude or need each other, or the page cannot be a file."""
+    """Raises a SpecError if an option excludes or lacks another one, or the HTML page cannot be written to its path."""
     if options.engine == "sketch" and not options.fast:
         raise specs.SpecError("--engine sketch compares sums of entries: it needs --fast")
     if options.html is not None and not options.html.parent.is_dir():
@@ -271,7 +271,7 @@ def _refuse_options(options: argparse.Namespace) -> None:
 
 
 def _aside(options: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
-    """With --json, what func and its module print goes to stderr."""
+    """A context in which, with --json, what func and its module print goes to stderr."""
     return contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
 
 
@@ -283,7 +283,7 @@ def _print_exception(options: argparse.Namespace, name: str, error: BaseExceptio
 
 
 def _write_page(options: argparse.Namespace, name: str, report: Report | VariantsReport) -> int:
-    """Writes the page if it is requested; returns the exit code."""
+    """Writes the HTML page if it is requested; returns 0, or 2 if the page cannot be written."""
     if options.html is None:
         return 0
     try:
@@ -299,12 +299,12 @@ def _print(text: str) -> None:
 
 
 def _path(path: Path, options: argparse.Namespace, name: str) -> Path:
-    """The file of a checker, if there are several."""
+    """The path of a checker's file: with the checker's name if both checkers run."""
     return path.with_stem(f"{path.stem}-{name}") if options.order == "both" else path
 
 
 def _variants(options: argparse.Namespace, target: specs.Target, arguments: list[str]) -> int:
-    from fastgrad.variants.check import check_variants  # only here: it imports much
+    from fastgrad.variants.check import check_variants  # imported only here, because it imports many modules
 
     keywords = {"compiled": options.compiled, "check_undefined_grad": not options.no_undefined_grad}
     try:
@@ -333,7 +333,7 @@ def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
         reverse: options.mode != "forward",
         forward: options.mode != "reverse",
         "check_batched_grad": options.batched,
-        # gradgradcheck without reverse mode refuses it.
+        # gradgradcheck without reverse mode rejects check_undefined_grad=True.
         "check_undefined_grad": not options.no_undefined_grad and not (order == 2 and options.mode == "forward"),
         "wrt": options.wrt,
         "group": options.group,
@@ -355,7 +355,7 @@ def _common_keywords(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:
-    """A warning without the line of code that it points at, which is of the command line itself."""
+    """Prints a warning without its line of code, which would be a line of the command line itself."""
     print(f"fastgrad check: warning: {message}", file=sys.stderr)
 
 

@@ -35,7 +35,7 @@ class ForgottenFactor(SquaredReLU):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        """Wrong on purpose."""
+        """Half of the right gradient, on purpose."""
         x: Tensor = ctx.saved_tensors[0]
         return grad_output * x.clamp(min=0)
 
@@ -48,7 +48,7 @@ def operators() -> list[tuple[str, Callable[..., Any], tuple[Tensor, ...]]]:
         return torch.randn(*shape, dtype=dtype, generator=generator, device="cpu").requires_grad_()
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Spelled out: torch's fused kernel has no second derivative.
+        # Written out, because torch's fused kernel has no second derivative.
         return torch.softmax(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5, dim=-1) @ value
 
     def lstm_cell(x: Tensor, h: Tensor, c: Tensor, w_x: Tensor, w_h: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ def operators() -> list[tuple[str, Callable[..., Any], tuple[Tensor, ...]]]:
 
 
 def main() -> int:
-    """Prints the table, then the whole message of the planted error; 0 if all verdicts are as they must be."""
+    """Prints the table and the message of the planted error; returns 0 if all verdicts are as expected."""
     print(f"{'check':<14} {'operator':<16} {'n':>4} {'m':>4}  {'verdict':<8}{'evals':>6} {'VJPs':>5} {'ms':>8}", end="")
     print(f"   {'torch':<8}{'ms':>9} {'ratio':>6}")
     as_expected, planted = True, None
@@ -80,7 +80,7 @@ def main() -> int:
             assert check.report is not None
             assert check.torch is not None
             print(_row(operator, check, check.report, check.torch))
-            # The planted backward is a function like any other: its own derivative is right.
+            # gradgradcheck passes: autograd differentiates the planted backward correctly.
             wrong = operator == "planted error" and checker == "gradcheck"
             planted = check.ours.error if wrong else planted
             as_expected &= check.ours.verdict == check.torch.verdict == ("failed" if wrong else "passed")

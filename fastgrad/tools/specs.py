@@ -1,6 +1,6 @@
-"""Specifications in command-line arguments: a function to check, tensors to check it at, keywords.
+"""Specifications in command-line arguments: a function to check, its inputs and its keywords.
 
-FUNCTION  MODULE:NAME  or  FILE.py:NAME, NAME with attributes after dots, each of which may be called: Net().forward
+FUNCTION  MODULE:NAME  or  FILE.py:NAME; NAME may have attributes after dots, and each part may be called: Net().forward
 INPUT     DTYPE[SIZE,...]      float64[64,32]  float64[]  complex128[8]  bool[5]
           DTYPE[SIZE,...]{LOW..HIGH}   int64[64]{0..31}  float64[10]{0.5..2}
           followed by options  ,nograd  ,noncontiguous  ,channels_last  ,layout=coo|csr|csc|bsr|bsc
@@ -52,10 +52,10 @@ def target(
     Parameters
     ----------
     function, inputs
-        As above. An `autograd.Function` stands for its apply; the class of an `nn.Module` is called without
-        arguments. A module is converted to the dtype of the first floating or complex input.
+        A FUNCTION and INPUTs, as above. An `autograd.Function` stands for its apply; the class of an `nn.Module` is
+        called without arguments. A module is converted to the dtype of the first floating or complex input.
     keywords
-        NAME=LITERAL, handed to the function; a bare word is a string.
+        NAME=LITERAL, passed to the function; a bare word is a string.
     seed
         Seed of the values of the tensors.
     device
@@ -97,7 +97,7 @@ def find(text: str) -> Any:
     Raises
     ------
     SpecError
-        There is no such file, module or name, or importing it raised.
+        There is no such file, module or name, or importing or calling it raised.
     """
     where, colon, path = text.rpartition(":")
     if not colon or not where or not path:
@@ -151,8 +151,8 @@ def parse_input(text: str, generator: torch.Generator, device: torch.device | st
     """The arguments of an INPUT: one, or those in a file.
 
     Floating and complex tensors require grad unless there is ,nograd; their components are normal or, in a range,
-    uniform in [LOW, HIGH). Integers are uniform in LOW..HIGH, both included. Half of the elements of a sparse tensor
-    are specified, or the density that is given.
+    uniform in [LOW, HIGH). Integers are uniform in LOW..HIGH, both included. An element of a sparse tensor is specified
+    with probability `density`, by default 0.5.
 
     Raises
     ------
@@ -289,7 +289,7 @@ def _keyword(text: str) -> tuple[str, Any]:
 
 
 def described(value: Any) -> str:
-    """An argument in a few words, as its specification would name it."""
+    """An argument as text, written like an INPUT."""
     if not isinstance(value, Tensor):
         return repr(value)
     text = f"{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"

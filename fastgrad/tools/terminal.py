@@ -25,7 +25,7 @@ _STYLES = [
 
 
 def takes_colors(stream: TextIO) -> bool:
-    """Whether to color text for a stream: NO_COLOR and FORCE_COLOR decide, then whether it is a terminal."""
+    """Whether to color text for a stream: NO_COLOR or FORCE_COLOR decides; without them, whether it is a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
