@@ -188,7 +188,7 @@ class Evidence(EqualByContent):
     slopes
         Pairs of a large step and the central difference quotient of the worst entry for this step.
     rounding
-        The machine epsilon of the output's dtype, times the modulus of the worst entry's output element.
+        The machine epsilon of the output's dtype, times the modulus of the worst entry's output coordinate.
     other_mode
         The worst entry, computed by the mode of AD that did not fail.
     adjoint_error
