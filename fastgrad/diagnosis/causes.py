@@ -109,9 +109,9 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     if evidence.output_dtype is not None and failure.kind == "mismatch":
         yield Cause(
             "low precision",
-            f"func computes in {evidence.output_dtype} and returns double precision: all values of the output are "
-            f"exactly representable in {evidence.output_dtype}",
-            "checked for all output values at a point next to x",
+            f"func computes in {evidence.output_dtype} and returns double precision: the values of the output "
+            f"are exactly representable in {evidence.output_dtype}",
+            "checked for all output values that change at a point next to x, except integers",
             0.96,
         )
     elif failure.trouble == "low precision":

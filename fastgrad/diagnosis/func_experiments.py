@@ -49,11 +49,11 @@ class FuncExperiments(Experiments):
     def _precision(self) -> None:
         """Notes the narrowest lower dtype, if any, that exactly represents the failing output's values next to x."""
         problem = self._problem
+        if any(output.tensor.dtype not in (torch.float64, torch.complex128) for output in problem.outputs):
+            return
         base = problem.base()
         away = direction(problem.n, self._settings.seed, EVIDENCE_STREAM + 16 * 6).mul_(2.0**-10).to(problem.device)
         values = problem.evaluate(True, away)
-        if any(output.tensor.dtype not in (torch.float64, torch.complex128) for output in problem.outputs):
-            return
         chosen = self._output or problem.outputs[0]
         own = chosen.slice
         moved = values[own][(values[own] != base[own]) & values[own].isfinite()]

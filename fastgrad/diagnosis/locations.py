@@ -275,7 +275,8 @@ def _tail(places: _WrongElements, name: str) -> Rule | None:
             blocks.append(_tail_block(int(ends[dim]), int(ends[dim]) + 1, size))
     if len(blocks) < 2 or any(block is None for block in blocks):
         return None
-    text = f"wrong only in the last tiles: {name} is right up to the last multiples of {blocks[0]} along each dimension"
+    multiples = " and ".join(str(block) for block in sorted({block for block in blocks if block}))
+    text = f"wrong only in the last tiles: {name} is right up to the last multiples of {multiples} along its dimensions"
     return _rule("last tile", text, places, 2 * places.chance(), 0.93, lambda some: (some.index > ends).any(1))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastgrad.report.data import Environment
-from fastgrad.report.json_form import EqualByContent, plain
+from fastgrad.report.json_form import SCHEMA, EqualByContent, plain
 from fastgrad.report.report import Report
 
 FindingKind = Literal["operation", "saved tensor", "detached", "hook", "end to end"]
@@ -178,7 +178,7 @@ class ModelReportData(EqualByContent):
         """The report as numbers, strings, lists and dicts."""
         found = plain(self)
         return {
-            "schema": 1,
+            "schema": SCHEMA,
             "verdict": self.verdict,
             "passed": self.passed,
             **found,
