@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import Layout
+from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.diagnosis.autograd_graph import copied_gradients, written_gradients
 from fastgrad.diagnosis.experiments import Experiments
@@ -26,6 +27,9 @@ SCALES = (-1.0, 4.0, 0.5)
 RUNS = (3, 2, 3)
 """Numbers of runs of one VJP on each of several graphs. With equal numbers, a change at every third call might be
 missed."""
+
+NEGLIGIBLE = 2.0**-10
+"""Share of atol up to which a difference of gradients is no evidence."""
 
 RESOLVED = 1e-5
 """Largest relative noise of a directional derivative that counts as evidence."""
@@ -83,7 +87,9 @@ class BackwardExperiments(Experiments):
         found = []
         for scale in SCALES:
             other = self._vjp(scale * v)
-            found.append((scale, _deviation(other / scale, gradient), _size(other) / size if size else math.nan))
+            found.append(
+                (scale, self._nonlinearity(other / scale, gradient), _size(other) / size if size else math.nan)
+            )
         self._note(scaled=tuple(found))
 
     def _split(self, v: Tensor) -> None:
@@ -94,10 +100,10 @@ class BackwardExperiments(Experiments):
         some = torch.where(half == 0, 0.0, v - single)
         parts = self._vjp(torch.cat([single, some, v - single - some]))
         gradient = self._vjp(v)
-        self._note(split=_deviation(parts.sum(0, keepdim=True), gradient))
+        self._note(split=self._nonlinearity(parts.sum(0, keepdim=True), gradient))
         other = self._cotangent(1)
         parts = self._vjp(torch.cat([other, v - other]))
-        self._note(added=_deviation(parts.sum(0, keepdim=True), gradient))
+        self._note(added=self._nonlinearity(parts.sum(0, keepdim=True), gradient))
 
     def _layouts(self, v: Tensor) -> None:
         contiguous = self._try(1, lambda: self._vjp(v))
@@ -111,7 +117,7 @@ class BackwardExperiments(Experiments):
 
     def _layout(self, name: str, v: Tensor, layout: Layout, expected: Tensor) -> None:
         try:
-            self._note(**{name: _deviation(self._vjp(v, [layout]), expected)})
+            self._note(**{name: self._nonlinearity(self._vjp(v, [layout]), expected)})
         except OUT_OF_MEMORY:
             return
         except Exception as error:
@@ -138,9 +144,10 @@ class BackwardExperiments(Experiments):
         if size and noise <= RESOLVED * size:
             self._note(dense_error=abs(float(terms.sum() - others.sum())) / size)
 
-
-def _size(gradient: Tensor) -> float:
-    return float(gradient.abs().max())
+    def _nonlinearity(self, found: Tensor, expected: Tensor) -> float:
+        """As `_deviation`, but zero if rounding explains the difference, or if it is negligible."""
+        negligible = max(NEGLIGIBLE * self._settings.atol, ROUNDING * self._problem.unit_roundoff)
+        return 0.0 if float((found - expected).abs().max()) <= negligible else _deviation(found, expected)
 
 
 def _deviation(found: Tensor, expected: Tensor) -> float:
@@ -152,3 +159,7 @@ def _deviation(found: Tensor, expected: Tensor) -> float:
     if difference != difference:
         return math.inf
     return difference / size if size else (math.inf if difference else 0.0)
+
+
+def _size(gradient: Tensor) -> float:
+    return float(gradient.abs().max())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
+from torch import Tensor
 
 from fastgrad.core.precision import spacing
 from fastgrad.core.random import EVIDENCE_STREAM, direction
@@ -15,6 +17,9 @@ from fastgrad.report.failure import Entry, modulus
 from fastgrad.verdict.adjoint_taylor import adjoint
 
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
+
+FEWER_BITS = 3
+"""All values of a lower dtype fit in this many bits less only by chance: one value does with a probability of 1/8."""
 
 LARGE_STEPS = (2.0**-3, 2.0**-4, 2.0**-5)
 """Large steps for an entry whose differences at eps are zero: func may be piecewise constant."""
@@ -59,7 +64,10 @@ class FuncExperiments(Experiments):
         moved = values[own][(values[own] != base[own]) & values[own].isfinite()]
         moved = moved[moved != moved.round()]
         for dtype in NARROWER:
-            if moved.numel() and bool((moved.to(dtype).to(torch.float64) == moved).all()):
+            # Small multiples of a power of two, for example what rounding leaves, are representable in any dtype.
+            bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+            is_exact = bool((moved.to(dtype).to(torch.float64) == moved).all())
+            if is_exact and not _fit(moved, bits - FEWER_BITS):
                 self._note(output_dtype=str(dtype).removeprefix("torch."))
                 return
 
@@ -110,3 +118,9 @@ class FuncExperiments(Experiments):
             own = slice(column - block.first, column - block.first + block.width)
             found = complex(*gradient[0, own].tolist()), complex(*columns[:, row].tolist())
         self._note(other_part=found)
+
+
+def _fit(values: Tensor, bits: int) -> bool:
+    """Whether this many bits of the significand represent all values exactly."""
+    significands = torch.frexp(values).mantissa * 2.0**bits
+    return bool((significands == significands.round()).all())

@@ -339,7 +339,9 @@ def _is_rounded(one: Measured, slopes: Tensor, values: Tensor, errors: Tensor, o
     middle = (one.left + one.right) / 2
     distance = (middle - values).abs().nan_to_num(torch.inf)  # a NaN is no estimate and excuses no gradient
     bent = torch.where(wider, (slopes - middle).abs(), (one.left - one.right).abs())
-    straight = (bent <= STRAIGHT * torch.minimum(distance, middle.abs())).all(0) & wider.any(0)
+    straight = (bent <= STRAIGHT * torch.minimum(distance, middle.abs())).all(0)
+    # If rounding of the outputs explains the distance at all wider steps, the slopes may be equal by chance.
+    straight &= (wider & (distance * one.widths > one.rounding)).any(0)
     allowed = own.allowed(values.nan_to_num())
     is_precise = errors <= MATTERS * distance
     return straight & (distance > torch.where(is_precise, MATTERS * allowed, allowed))

@@ -59,6 +59,11 @@ SMALLER, LARGER = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**5, 2.0**12)
 """Further steps, in units of eps. If many coordinates move together, they may cross kinks that a single one does not
 cross; smaller steps may avoid this. For larger steps, rounding is relatively small."""
 
+ROUNDING_RATIO = 1 / 32
+"""Rounding inside func changes it by about as much at each of three smaller steps; all three changes are less than this
+share of the first one with a probability of about 1e-4. A derivative changes func in proportion to the step, so at most
+by a thousandth at these steps."""
+
 FEW_HIDING = 2.0**-8
 """Largest share of outputs that may hide entries which matter, for example outputs next to kinks. The check is then
 undecided. If more outputs may hide entries, the pattern is sought by comparing outputs bit by bit instead."""
@@ -261,6 +266,12 @@ class NumericalCertificate:
             taken.append((self._of_direction(k), checksum(differences.derivatives)))
         rows: list[int] = []
         explained = not bool(found.wrong.any())
+        if explained and self._start > 1.0:
+            # Terms of func on a scale shorter than the first step may be averaged out there, but not at eps.
+            measure = partial(self._differences_along, 1.0, 1, extrapolated=0)
+            differences = measure()
+            taken.append((measure, checksum(differences.derivatives)))
+            explained = not bool(self._compared(differences, entries, rounding).wrong.any())
         if explained:
             self._explained_to(found.allowed / self._margin)
         if not explained or self._hiding.numel():
@@ -308,14 +319,12 @@ class NumericalCertificate:
     def _unexplained_rows(self, count: int, analytical: Tensor | None, excluded: _Excluded | None = None) -> list[int]:
         """The outputs that do not change as entries predict, worst first; notes the outputs that may hide entries.
 
-        This takes several steps in the same directions. For each output, the step with the best resolution decides. An
-        error that another step found is ignored only if the best step would have resolved it. The differences of all
-        steps must be the same when they are repeated. If outputs and columns are excluded, only these outputs are
-        examined, and these columns do not move.
+        This takes several steps in the same directions. For each output, the step with the best resolution decides, as
+        far as `_shown` allows. The differences of all steps must be the same when they are repeated. If outputs and
+        columns are excluded, only these outputs are examined, and these columns do not move.
         """
-        size = self._base.shape
-        bounds = torch.full((2, *size), torch.inf, dtype=torch.float64, device=self._problem.device)
-        refuted = torch.zeros_like(bounds)
+        bounds: dict[float, Tensor] = {}
+        errors: dict[float, Tensor] = {}
         soon = SOON_SEPARATED if analytical is not None and excluded is None else 0
         steps = [1.0]
         taken: list[_Taken] = []
@@ -328,14 +337,13 @@ class NumericalCertificate:
             found = [self._compared(differences, self.values, self._entry_rounding)]
             if analytical is not None:
                 found.append(self._compared(differences, analytical, None))
-            for bound, refutation, one in zip(bounds, refuted, found, strict=False):
-                torch.minimum(bound, one.allowed.masked_fill(one.wrong, torch.inf), out=bound)
-                torch.maximum(refutation, one.error.nan_to_num(torch.inf).masked_fill_(~one.wrong, 0.0), out=refutation)
+            bounds[step] = torch.stack([one.allowed.masked_fill(one.wrong, torch.inf) for one in found])
+            errors[step] = torch.stack([one.error.nan_to_num(torch.inf).masked_fill_(~one.wrong, 0.0) for one in found])
             beyond = (found[-1].error / found[-1].allowed).nan_to_num(torch.inf)
             refuting.masked_fill_(beyond > times, step)
             torch.maximum(times, beyond, out=times)
-            shown = torch.where((bounds <= refuted / 2) | (refuted == 0), bounds, torch.inf)
-            known = torch.minimum(shown[0] * self._shares[0], shown[1] * self._shares[1])
+            shares = self._base.new_tensor(self._shares[: len(found)]).unsqueeze(1)
+            known = (_shown(bounds, errors, self.asked * self._margin / shares) * shares).amin(0)
             if excluded is not None:
                 known = known.where(excluded[0], 0.0)
             rows, hiding = known.isinf(), known / self._margin > self.asked
@@ -348,7 +356,8 @@ class NumericalCertificate:
                 break
         self._repeat(taken)
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
-        worst_first = rows.nonzero().reshape(-1)[refuted[0][rows].argsort(descending=True)]
+        refuted = torch.stack([error[0] for error in errors.values()]).amax(0)
+        worst_first = rows.nonzero().reshape(-1)[refuted[rows].argsort(descending=True)]
         self._refuting = dict(zip(worst_first[:MOST_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False))
         self._count, self._excluded = count, excluded
         self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
@@ -504,6 +513,39 @@ class NumericalCertificate:
         # Errors of the numerical entries of a row have random signs: their sum grows with the root of their number.
         share = 1.0 if rounding is None else max(1, self._compression.pattern.most_in_row) ** 0.5
         return _Discrepancies(error, differences.noise, base, max(own, rounding or 0.0), self._settings, share)
+
+
+def _shown(bounds: dict[float, Tensor], errors: dict[float, Tensor], negligible: Tensor) -> Tensor:
+    """The size up to which the steps leave errors of each output undetected; infinite if an error is not explained.
+
+    An error that one step found is ignored only if another step did not find it and would have resolved it. A larger
+    step may average a derivative out. So it decides about an error of a smaller step only if this error is negligible,
+    or comes from rounding inside func: then even smaller steps change func by about as much.
+
+    Parameters
+    ----------
+    bounds
+        For each step, the resolution if no error was found there, otherwise infinity: shape (kinds, m).
+    errors
+        For each step, the error that was found, or zero: shape (kinds, m).
+    negligible
+        The size from which errors matter: shape (kinds, 1).
+    """
+    largest_error = torch.stack(list(errors.values())).amax(0)
+    shown = []
+    for step, bound in bounds.items():
+        found = torch.where((bound <= largest_error / 2) | (largest_error == 0), bound, torch.inf)
+        for smaller, error in errors.items():
+            if smaller >= step:
+                continue
+            is_rounding = torch.zeros_like(error, dtype=torch.bool)
+            for smallest, change in errors.items():
+                if smallest < smaller:
+                    is_rounding |= change * smallest >= error * smaller * ROUNDING_RATIO
+            averaged = torch.where(error <= negligible, error, torch.inf)
+            found = torch.maximum(found, averaged.masked_fill_(is_rounding, 0.0))
+        shown.append(found)
+    return torch.stack(shown).amin(0)
 
 
 def _change(repeat: Callable[[], Differences], before: int, settings: Settings, base: Tensor) -> bool:

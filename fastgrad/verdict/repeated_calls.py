@@ -153,15 +153,14 @@ class RepeatedCalls:
             torch.maximum(sizes, gradient.abs(), out=sizes)
 
     def run_more_rows(self) -> dict[int, Tensor]:
-        """Further rows, run separately, in place of calls that `failure` would otherwise repeat.
+        """Further rows, run separately: all others if there are at most MOST_CALLS, otherwise evenly spaced ones.
 
-        Each row is float64, shape (n,); keys: row numbers. Empty if vectors take much memory, or if no calls are left.
+        Each row is float64, shape (n,); keys: row numbers. Empty in fast mode, or if vectors take much memory.
         """
         problem = self._problem
-        left = self._most - problem.vjps - len(self._order(one_round=True)) if self._is_needed else 0
-        if left <= 0 or not self.rows or self._at_once == 1:
+        if not self._most or not self.rows or self._at_once == 1:
             return {}
-        some = [row for row in range(0, problem.m, -(-problem.m // left)) if row not in self.rows]
+        some = [row for row in range(0, problem.m, -(-problem.m // MOST_CALLS)) if row not in self.rows]
         cotangents = torch.zeros(len(some), problem.m, dtype=torch.float64, device=problem.device)
         cotangents[range(len(some)), some] = 1.0
         outputs = [block_with(problem.outputs, row).index for row in some]

@@ -601,6 +601,52 @@ def test_a_one_hot_grad_output_at_the_last_row(keywords: dict[str, Any], seed: i
     assert not fastgrad.check(OneHotTail.apply, (x,), seed=seed, **keywords).passed
 
 
+@pytest.mark.parametrize(("n", "row"), [(12, 7), (13, 3), (16, 5), (113, 7), (128, 125)])
+@pytest.mark.parametrize("engine", ["auto", "compressed"])
+def test_a_one_hot_grad_output_at_any_row(engine: str, n: int, row: int) -> None:
+    class OneHotRow(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+            is_wrong = int((grad_output != 0).sum()) == 1 and bool(grad_output[row] != 0)
+            return 2 * ctx.saved_tensors[0] * grad_output * (1.5 if is_wrong else 1.0)
+
+    x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).requires_grad_()
+    assert not fastgrad.check(OneHotRow.apply, (x,), engine=engine).passed
+
+
+SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
+    "sin": torch.sin,
+    "100 softmax": lambda x: 100 * x.view(-1, 10).softmax(1).reshape(-1),
+    "gather": lambda x: 300 * x[torch.arange(x.numel() - 1, -1, -1)].tanh(),
+}
+
+
+@pytest.mark.parametrize("length", [2e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize("slope", [1e-4, 1e-3])
+@pytest.mark.parametrize("name", SMOOTH)
+def test_a_term_on_a_scale_shorter_than_large_steps(name: str, slope: float, length: float) -> None:
+    """One output has a small term whose derivative the backward lacks. A large step averages the derivative out."""
+    x = torch.randn(600, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    column, row = 557, 35
+    place = x[column].item()
+
+    def func(x: Tensor) -> Tensor:
+        term = slope * length * torch.sin((x.detach()[column : column + 1] - place) / length)
+        return SMOOTH[name](x).index_add(0, torch.tensor([row]), term)
+
+    report = fastgrad.check(func, (x,))
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    assert report.failure.comparison.worst is not None
+    assert report.failure.comparison.worst.output_index == (row,)
+    assert report.failure.comparison.worst.input_index == (column,)
+
+
 def test_an_output_that_may_hide_entries_and_has_none() -> None:
     """Next to kinks, columns are measured one by one; here, no columns are left."""
     attack = next(attack for attack in ATTACKS if attack.name == "max pool with a coupling of 0.0001: right")

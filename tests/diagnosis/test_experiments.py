@@ -245,3 +245,20 @@ def test_positions_in_a_sample_are_tested_on_the_other_entries(rows: int, fast: 
         ["wrong only at the first 2 positions along dimension 0 of out0: padding, or a halo"] * (rows == 2)
     )
     assert report.evidence.places is None or all(is_right == (rows == 2) for _, is_right in report.evidence.places)
+
+
+def test_rounding_of_a_gradient_that_cancels_is_not_nonlinear() -> None:
+    for func in (
+        lambda x: x.softmax(-1).sum() + 0.1 * x.detach().sum(),
+        lambda x: x.sin() ** 2 + x.cos() ** 2 + 0.1 * x.detach(),
+    ):
+        report = fastgrad.check(func, (leaf(20),))
+        assert not report.passed
+        assert not [cause for cause in report.causes if "additive" in cause.text], report.causes
+
+
+def test_a_rounding_residue_is_not_a_lower_dtype() -> None:
+    for seed in range(30):
+        x = torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        report = fastgrad.check(lambda x: (1e5 * x - (1e5 * x).roll(1)).sum(), (x,))
+        assert not [cause for cause in report.causes if "returns double precision" in cause.text], seed

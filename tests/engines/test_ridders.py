@@ -150,6 +150,18 @@ def test_a_stair_excuses_no_error_of_the_size_of_the_tolerance(error: float) -> 
         assert not fastgrad.gradcheck(wrong, (x,), **keywords), i
 
 
+def test_slopes_that_rounding_makes_equal_accuse_no_gradient() -> None:
+    """At several steps, func changes by few units in its last place, with a ratio of exactly 4."""
+    for place in ([8032.760780963507, 1748.3339327910357], [-10608.166785462863, 9995.09354781176]):
+        func = lambda z: (0.8 * z[0] + 1e-3 * z[0] ** 3 + 0.1 * z[1]).reshape(1)  # noqa: E731
+        assert fastgrad.gradcheck(func, (leaf(*place),))
+    x = 1e4 * torch.randn(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    heat = lambda x: x + 0.1 * (x.roll(1) + x.roll(-1) - 2 * x) + 1e-3 * x**3  # noqa: E731
+    assert fastgrad.gradcheck(heat, (x.requires_grad_(),))
+    wrong = lambda x: heat(x) + 1e-2 * (x - x.detach())  # noqa: E731
+    assert not fastgrad.gradcheck(wrong, (x,), raise_exception=False)
+
+
 def test_a_kink_far_below_eps_is_no_rounding() -> None:
     for gap in (1e-7, 1e-9, 5e-11):
         assert fastgrad.gradcheck(lambda v: v.sort().values, (leaf(0.9, 0.9 + gap),))
