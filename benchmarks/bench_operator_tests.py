@@ -19,7 +19,7 @@ import torch
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
-from benchmarks.cases import MOST_ENTRIES, Case, entries, operator_cases, operators
+from benchmarks.cases import MAX_ENTRIES, Case, entries, operator_cases, operators
 from benchmarks.measure import geometric_mean, pair_row, time_pair, write
 
 KINDS = ("grad", "forward", "gradgrad")
@@ -57,8 +57,8 @@ def row_of(case: Case, op: Any, kind: str, options: argparse.Namespace) -> dict[
     if not calls:
         return "not supported"
     size = entries(case, kind == "gradgrad")
-    if not 0 < size <= MOST_ENTRIES:
-        return f"no entries, or more than {MOST_ENTRIES}"
+    if not 0 < size <= MAX_ENTRIES:
+        return f"no entries, or more than {MAX_ENTRIES}"
     torchs, own = (
         (torch.autograd.gradgradcheck, fastgrad.gradgradcheck)
         if kind == "gradgrad"

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
-from benchmarks.cases import MOST_ENTRIES, Case, entries, operator_cases, operators
+from benchmarks.cases import MAX_ENTRIES, Case, entries, operator_cases, operators
 from benchmarks.measure import RESULTS, geometric_mean, pair_row, time_pair, write
 from fastgrad.checks.order import check
 from fastgrad.problem.second_order import Backward, differentiable_outputs, random_grad_outputs
@@ -45,8 +45,8 @@ def second_order(case: Case) -> Case:
 
 def measure(case: Case, fast_mode: bool, rounds: int, budget: float, longest: float) -> dict[str, Any] | str:
     """A row of the result, or the reason why there is none."""
-    if entries(case) > MOST_ENTRIES:
-        return f"more than {MOST_ENTRIES} entries"
+    if entries(case) > MAX_ENTRIES:
+        return f"more than {MAX_ENTRIES} entries"
     torchs = partial(passes, torch.autograd.gradcheck, case, fast_mode)
     own = partial(passes, fastgrad.gradcheck, case, fast_mode)
     start = time.perf_counter()

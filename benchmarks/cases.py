@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fastgrad.problem.second_order import differentiable_outputs, random_grad_outputs
 
-MOST_ENTRIES = 4_000_000
+MAX_ENTRIES = 4_000_000
 """Samples with a larger Jacobian are listed and left out: torch slow mode holds it several times."""
 
 

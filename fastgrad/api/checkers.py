@@ -18,10 +18,10 @@ from fastgrad.api.settings import (
     OneOrEach,
     masked_by_old_name,
     measures_rounding,
-    refuse_positional,
+    pop_per_input,
+    reject_positional,
     settings_of,
-    take_out_own,
-    with_own,
+    with_per_input,
     with_precision,
 )
 from fastgrad.checks.order import check as run
@@ -198,7 +198,7 @@ def gradcheck(
     """
     __tracebackhide__ = True  # under pytest a failure shows the caller's line
     if positional:
-        refuse_positional(positional)
+        reject_positional(positional)
     if check_sparse_nnz is not None:
         masked = masked_by_old_name(masked, check_sparse_nnz)
     keywords: dict[str, Any] = {
@@ -274,7 +274,7 @@ def gradgradcheck(
     """
     __tracebackhide__ = True  # under pytest a failure shows the caller's line
     if positional:
-        refuse_positional(positional)
+        reject_positional(positional)
     if check_sparse_nnz is not None:
         masked = masked_by_old_name(masked, check_sparse_nnz)
     keywords: dict[str, Any] = {
@@ -412,8 +412,8 @@ def check(
         **{"fast_mode": fast_mode, "masked": masked, "engine": engine, "seed": seed, "confidence": confidence},
     }
     _check_own_arguments(func, order, kwargs, wrt)
-    _refuse_keywords_of_the_other_order(order, keywords)
-    own = take_out_own(keywords)
+    _reject_keywords_of_the_other_order(order, keywords)
+    own = pop_per_input(keywords)
     made = made_by(grad_outputs, gen_non_contig_grad_outputs) if order > 1 else None
     settings = with_precision(replace(settings_of(keywords, made), order=order), reference, reference_device, precision)
     call = func, as_tuple(inputs), kwargs or {}, wrt, grad_outputs, settings, own, reference
@@ -460,7 +460,7 @@ def _report_of_call(
             return reference_for_call(**given, checked=call.tensors, wanted=reference, device=settings.reference_device)
 
         if settings.order == 1:
-            own_settings = with_own(settings, own, call.names)
+            own_settings = with_per_input(settings, own, call.names)
             return _named(lambda: call.output_names, call, call.tensors, own_settings, make, call.names, partition)
         return _higher_order_report(call, grad_outputs, settings, own, make, partition)
 
@@ -530,7 +530,7 @@ def _higher_order_report(
         which = "grad_output" if order == 3 else "second grad_output"
         arguments, names = arguments + grads, (*names, *(f"{which} of {result}" for result in results))
     checked = [name for name, value in zip(names, arguments, strict=True) if value.requires_grad]
-    own_settings = with_own(settings, own, checked)
+    own_settings = with_per_input(settings, own, checked)
     output_names = partial(_names_of_gradients, known, backward)
     return _named(output_names, backward, arguments, own_settings, make, names, partition)
 
@@ -600,7 +600,7 @@ def _check_own_arguments(func: Callable[..., Any], order: object, kwargs: object
     check_callable(func)
 
 
-def _refuse_keywords_of_the_other_order(order: int, keywords: Mapping[str, Any]) -> None:
+def _reject_keywords_of_the_other_order(order: int, keywords: Mapping[str, Any]) -> None:
     other, defaults = (2, _SECOND_ORDER_ONLY) if order == 1 else (1, _FIRST_ORDER_ONLY)
     for keyword, default in defaults.items():
         if keywords[keyword] is not default:

@@ -24,7 +24,7 @@ OneOrEach = float | Sequence[float] | Mapping[str, float]
 """One number for all inputs, one per input, or a mapping from input names."""
 
 
-def refuse_positional(positional: tuple[Any, ...]) -> NoReturn:
+def reject_positional(positional: tuple[Any, ...]) -> NoReturn:
     """Raises a TypeError that names the keyword: torch 1.8 and Lucid accepted eps, atol, rtol, ... by position."""
     raise TypeError(
         f"eps and all arguments after it are keyword-only, for example eps={positional[0]!r}; got {len(positional)} "
@@ -138,7 +138,7 @@ def measures_rounding(inputs: Sequence[Any], settings: Settings) -> bool:
     return settings.precision == "auto" and (not own or settings.reference is not None)
 
 
-def take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:
+def pop_per_input(keywords: dict[str, Any]) -> dict[str, Any]:
     """Replaces per-input eps, atol and rtol in the keywords by the defaults; returns the per-input ones."""
     own = {}
     for name in ("eps", "atol", "rtol"):
@@ -147,7 +147,7 @@ def take_out_own(keywords: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def with_own(settings: Settings, own: Mapping[str, Any], names: Sequence[str]) -> Settings:
+def with_per_input(settings: Settings, own: Mapping[str, Any], names: Sequence[str]) -> Settings:
     """The settings with per-input eps, atol and rtol, given as one number per name or as a mapping."""
     if not own:
         return settings

@@ -14,23 +14,23 @@ import torch
 from fastgrad.checks.dense import dense_check
 from fastgrad.checks.description import environment, subject
 from fastgrad.checks.one_block import is_small, runs_single_rows, take_calls
-from fastgrad.checks.small_result import OPEN_SUMS, SmallCheck
+from fastgrad.checks.small_result import UNDECIDED_SUMS, SmallCheck
 from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch
 from fastgrad.core.progress import Progress
 from fastgrad.engines.plan import (
-    compares_open_entries,
+    compares_undecided_entries,
     dense_is_small,
     is_affordable,
-    looks_first,
     make_plan,
     make_sketch_plan,
     sketches,
+    takes_first_look,
     tries_structure,
     with_less_memory,
 )
-from fastgrad.problem.first_look import base_moved, first_look
+from fastgrad.problem.first_look import base_varies, first_look
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.validation import disabled_gradients
@@ -202,9 +202,9 @@ def _first_failure(
 ) -> tuple[Plan, Failure | None]:
     if backward is not None and problem.has_graph:
         problem.base()  # called now, while the first evaluation can still provide it
-    sums_are_open = isinstance(findings, SmallCheck) and findings.left_open is not None
-    if sums_are_open and compares_open_entries(problem, settings):
-        findings.notes.append(OPEN_SUMS)
+    sums_are_open = isinstance(findings, SmallCheck) and findings.undecided_sums is not None
+    if sums_are_open and compares_undecided_entries(problem, settings):
+        findings.notes.append(UNDECIDED_SUMS)
         plan, failure = _exact(problem, settings, findings)
     elif sketches(problem, settings) and findings.backward is None:
         runs_backward = problem.has_graph and settings.check_backward_ad
@@ -220,7 +220,7 @@ def _first_failure(
     else:
         plan, failure = _exact(problem, settings, findings)
     if failure is None and problem.has_graph:
-        failure = attribute_failure(problem, settings, findings)
+        failure = other_checks_failure(problem, settings, findings)
     if (
         (failure is None or failure.kind == "mismatch")
         and problem.has_graph
@@ -232,9 +232,9 @@ def _first_failure(
             failure = check_new_grad_outputs(problem, settings, backward)
     if failure is None and settings.check_forward_ad:
         failure = _forward_failure(problem, settings, findings)
-    if failure is None and findings.moved:
+    if failure is None and findings.vjp_varies:
         failure = nondeterministic(problem.outputs[0])
-    if failure is None and base_moved(problem, settings):
+    if failure is None and base_varies(problem, settings):
         problem.irreproducible.append("at the inputs")
     if failure is None and problem.irreproducible:
         failure = nondeterministic_func(problem.outputs[0], problem.irreproducible[0])
@@ -248,14 +248,14 @@ def _forward_failure(problem: Problem, settings: Settings, findings: Findings) -
     failure = None
     if findings.tangents is not None:
         failure = repeated_tangents_failure(problem, settings, *findings.tangents)
-    if failure is None and findings.jvp_moved:
+    if failure is None and findings.jvp_varies:
         failure = nondeterministic_jvp(problem.outputs[0], "some runs were right and others were not")
     if failure is None and settings.check_grad_dtypes and not (findings.domains_match and problem.domains_match):
         failure = Failure("tangent dtype", mode="forward")
     return failure
 
 
-def attribute_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
+def other_checks_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
     """The failure of the checks besides the Jacobians: modified tangents; undefined, zero and batched vectors."""
     backward, block = findings.backward, problem.modified_tangent
     failure = None if block is None else modified_tangent(block)
@@ -281,7 +281,7 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
     runs_backward = problem.has_graph and settings.check_backward_ad
     calls = RepeatedCalls(problem, settings) if runs_backward else None
     # The early VJPs must use the first graph. If nothing runs before whole_backward, its VJPs are the first ones.
-    at_once = is_small(problem, settings) and runs_single_rows(problem) and not looks_first(problem, settings)
+    at_once = is_small(problem, settings) and runs_single_rows(problem) and not takes_first_look(problem, settings)
     if calls is not None and findings.backward is not None:
         take_calls(problem, findings.backward, calls)
     elif calls is not None and not at_once:
@@ -303,7 +303,7 @@ def _all_entries(
     look, obstacle = None, ""
     try:
         known = findings.look if isinstance(findings, SmallCheck) else None
-        look = first_look(problem, settings, known) if looks_first(problem, settings) else None
+        look = first_look(problem, settings, known) if takes_first_look(problem, settings) else None
         if look is not None and tries_structure(problem, settings, look):
             from fastgrad.checks.compressed import check_by_structure  # imported here to keep `import fastgrad` fast
 

@@ -19,7 +19,7 @@ from fastgrad.checks.candidates import Candidates
 from fastgrad.checks.compressed_forward import ForwardVerdict
 from fastgrad.checks.pattern_verdict import PatternVerdict
 from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
-from fastgrad.core.errors import unless_refused
+from fastgrad.core.errors import unless_rejected
 from fastgrad.core.phases import phase
 from fastgrad.engines import compressed, cost_model
 from fastgrad.engines.compressed import Compression
@@ -39,9 +39,9 @@ from fastgrad.report.data import Plan
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.structure.detection import ProblemPatterns
-from fastgrad.structure.sparsity import HANDFUL
+from fastgrad.structure.sparsity import ALWAYS_FEW
 from fastgrad.verdict.comparison import Findings
-from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete
+from fastgrad.verdict.numerical_certificate import MAX_SUSPECTS, Incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 ATTEMPTS = 6
@@ -108,13 +108,13 @@ def _attempt(
     planned = 2 * column_groups + (column_groups if by_columns else row_groups)
     problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
     plan = _plan(problem, settings, look, compression)
-    verdict = unless_refused(partial(PatternVerdict, problem, settings, plan, compression, look, calls))
+    verdict = unless_rejected(partial(PatternVerdict, problem, settings, plan, compression, look, calls))
     if verdict is None:  # func may raise for steps of several coordinates
         return "dense engine"
     if verdict.numerical_suspects and dense_is_small(problem, settings):
         verdict.repeat_differences()
         return "dense engine"
-    if candidates.is_guess and len(verdict.numerical_suspects) > MOST_SUSPECTS:
+    if candidates.is_guess and len(verdict.numerical_suspects) > MAX_SUSPECTS:
         verdict.repeat_differences()
         candidates.pattern = None
         return "pattern"
@@ -151,7 +151,7 @@ def _answer(
 ) -> Outcome | Next:
     """The outcome, or what to do next, given a failure, the entries that the pattern lacks, or neither."""
     if isinstance(found, Incomplete):
-        found = verdict.moved() or found
+        found = verdict.varies() or found
     if isinstance(found, Incomplete):
         verdict.repeat_differences()
         if found.unexplained is None:
@@ -170,7 +170,7 @@ def _answer(
         if settings.check_forward_ad:
             forward = verdict.forward(plan)
             if not forward.is_decided:
-                findings.jvp_moved |= verdict.findings.jvp_moved
+                findings.jvp_varies |= verdict.findings.jvp_varies
                 return "dense engine"
             found = forward.failure
     findings.add(verdict.findings)
@@ -186,12 +186,12 @@ def _forward_only(problem: Problem, settings: Settings, look: FirstLook, finding
         if not pays_to_compress(problem, settings, compression.column_groups.count, 0):
             continue
         plan = _plan(problem, settings, look, compression)
-        verdict = unless_refused(partial(PatternVerdict, problem, settings, plan, compression, look))
+        verdict = unless_rejected(partial(PatternVerdict, problem, settings, plan, compression, look))
         if verdict is None:  # func may accept only single steps
             break
         if not verdict.numerical_suspects:
             forward = verdict.forward(verdict.plan)
-            findings.jvp_moved |= verdict.findings.jvp_moved
+            findings.jvp_varies |= verdict.findings.jvp_varies
             if forward.failure is None and forward.entries is not None:
                 explains_func = verdict.of_func.certify(forward.entries) == [] and not verdict.of_func.may_hide_entries
                 forward = forward if explains_func else ForwardVerdict(False)
@@ -268,7 +268,7 @@ def _screen_excluded(problem: Problem, settings: Settings, compression: Compress
         return Screening()
     # If there are few, they are screened one by one: a small entry would be lost in the rounding of other columns.
     columns = compression.excluded_columns.nonzero().reshape(-1)
-    for some in torch.split(columns, 1 if columns.numel() <= HANDFUL else columns.numel()):
+    for some in torch.split(columns, 1 if columns.numel() <= ALWAYS_FEW else columns.numel()):
         selected = torch.zeros_like(compression.excluded_columns).index_fill_(0, some, True)
         screening = _screen(problem, settings, columns=selected)
         if screening.failure is not None or screening.undecided is not None:

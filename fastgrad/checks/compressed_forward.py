@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from fastgrad.core.errors import unless_refused
+from fastgrad.core.errors import unless_rejected
 from fastgrad.engines import compressed
 from fastgrad.engines.compressed import Compression
 from fastgrad.problem.problem import Problem
@@ -45,14 +45,14 @@ def forward_verdict(
     if compression.leaves_out:
         return ForwardVerdict(False)
     certified = partial(_certified_entries, problem, settings, compression, wanted)
-    entries = unless_refused(certified)  # jvp may raise for tangents that are not one-hot
+    entries = unless_rejected(certified)  # jvp may raise for tangents that are not one-hot
     if entries is None:
         return ForwardVerdict(False)
     values, certificate = entries
     if certificate is None:
         # If the same JVPs are right when they are run again, one of them was wrong once.
-        again = unless_refused(certified)
-        findings.jvp_moved |= again is not None and again[1] is not None
+        again = unless_rejected(certified)
+        findings.jvp_varies |= again is not None and again[1] is not None
         return ForwardVerdict(False)
     for output, block in itertools.product(problem.outputs, problem.inputs):
         within = compression.entries_of(output)

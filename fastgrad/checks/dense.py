@@ -24,7 +24,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Rows, WholeBackward
 from fastgrad.engines import dense
 from fastgrad.engines.blocks import REPEATED_ROWS, JacobianBlock
-from fastgrad.engines.executor import RefusedError, UnsuitableError
+from fastgrad.engines.executor import RejectedError, UnsuitableError
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
@@ -37,12 +37,12 @@ from fastgrad.verdict.grad_outputs import check_zero_grad_output
 from fastgrad.verdict.linearity import LinearityTest
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import (
-    moved_once,
-    moving_repeat,
-    moving_row,
     nondeterministic,
     nonlinear_repeat,
     rerun,
+    varied_once,
+    varying_repeat,
+    varying_row,
 )
 from fastgrad.verdict.tangents import TangentLinearityTest
 
@@ -68,7 +68,7 @@ def dense_check(
         suspected = plan
         try:
             failure = judge(problem, plan, settings, own, calls)
-        except RefusedError as error:
+        except RejectedError as error:
             reason = f"single calls instead: {error}"
             if isinstance(error, UnsuitableError):
                 suspected = None
@@ -102,7 +102,7 @@ def dense_check(
 def _passes(run: Callable[[], Failure | None]) -> bool:
     try:
         return run() is None
-    except RefusedError:
+    except RejectedError:
         return False
 
 
@@ -135,7 +135,7 @@ def _jacobian_failure(
         assert columns is not None
         # Not for a custom backward, because its repeated calls include this test.
         if not problem.is_custom and not _graphs_agree(problem, settings, backward, findings.on_first_graph):
-            backward, findings.moved = None, True
+            backward, findings.vjp_varies = None, True
         elif agrees(problem, settings, backward, columns, findings):
             if calls is not None and calls.rows:
                 calls.see_all(jacobian(problem, backward))
@@ -143,7 +143,7 @@ def _jacobian_failure(
                 return None
             rows_remain = False
     rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
-    moving = partial(moving_row, problem, settings, plan.rows_per_block)
+    moving = partial(varying_row, problem, settings, plan.rows_per_block)
     linearity = LinearityTest(problem, settings, rows_repeated, moving) if problem.m > 1 else None
     forward = ForwardComparison(problem, plan, settings, findings) if settings.check_forward_ad else None
     rows_at_hand: Sequence[Rows] = ()
@@ -253,8 +253,8 @@ def _judge(
         sizes_match &= block.match.sizes
         if not block.match.repeats and repeat is None:
             if again is None:
-                repeat, again = moving_repeat(problem, block, settings), rerun(problem, block)
-            repeat = repeat or moved_once(block, again, settings) or nonlinear_repeat(block, settings)
+                repeat, again = varying_repeat(problem, block, settings), rerun(problem, block)
+            repeat = repeat or varied_once(block, again, settings) or nonlinear_repeat(block, settings)
         pair = pairs.get(block.input.index)
         if pair is None:
             own = settings.of(block.input.index)

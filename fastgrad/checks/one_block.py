@@ -23,7 +23,7 @@ from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.linearity import linear_backward, linearity_cotangents
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
-FEWEST_VECTORIZED, FEWEST_VECTORIZED_ON_DEVICES = 12, 6
+MIN_VECTORIZED, MIN_VECTORIZED_ON_DEVICES = 12, 6
 """Least number of rows for which one vectorized VJP takes less time than single VJPs: on the CPU, and on other devices.
 On the CPU, single VJPs call the nodes of a small graph directly. There, the number is between 12 (for five nodes) and
 more than 60 (for one node), as measured with sin, softmax, layer norm and a chain of five operators."""
@@ -70,7 +70,7 @@ def whole_backward(problem: Problem | SmallProblem, settings: Settings, seconds:
 
 def _fewest_vectorized(problem: Problem | SmallProblem) -> int:
     device = problem.tensor_device if isinstance(problem, SmallProblem) else problem.device
-    return FEWEST_VECTORIZED if device.type == "cpu" else FEWEST_VECTORIZED_ON_DEVICES
+    return MIN_VECTORIZED if device.type == "cpu" else MIN_VECTORIZED_ON_DEVICES
 
 
 def runs_single_rows(problem: Problem | SmallProblem) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgrad.checks.description import environment
 from fastgrad.checks.small import small_check
-from fastgrad.checks.small_result import OPEN_SUMS, SmallCheck
+from fastgrad.checks.small_result import UNDECIDED_SUMS, SmallCheck
 from fastgrad.core.backends import exact_libraries
 from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS
 from fastgrad.engines.plan import make_sketch_plan, small_plan
@@ -114,8 +114,8 @@ def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ..
         if settings.check_backward_ad and problem.m > 1:
             certificates = (linear_backward(GRAD_OUTPUT_KINDS, settings.atol),)
     notes = small.notes if problem.tensor_device.type == "cuda" else []
-    if small.left_open is not None:
-        notes = [*notes, OPEN_SUMS]
+    if small.undecided_sums is not None:
+        notes = [*notes, UNDECIDED_SUMS]
     return Report(
         failure=None,
         settings=settings,

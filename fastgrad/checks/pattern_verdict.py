@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.compressed_forward import ForwardVerdict, forward_verdict
-from fastgrad.core.errors import raise_unless_of_func, unless_refused
+from fastgrad.core.errors import raise_unless_of_func, unless_rejected
 from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, differ, largest, largest_change
 from fastgrad.engines import compressed, executor
 from fastgrad.engines.blocks import row_parts
 from fastgrad.engines.compressed import Compression
-from fastgrad.engines.executor import RefusedError
+from fastgrad.engines.executor import RejectedError
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
@@ -27,7 +27,7 @@ from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
 from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
 from fastgrad.verdict.confirm import entries_failure, mismatch_failure
 from fastgrad.verdict.linearity import one_hot_rows, separate_failure
-from fastgrad.verdict.numerical_certificate import MOST_SUSPECTS, Incomplete, NumericalCertificate, incomplete
+from fastgrad.verdict.numerical_certificate import MAX_SUSPECTS, Incomplete, NumericalCertificate, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import groups_failure, nondeterministic, raised_for
 
@@ -63,7 +63,7 @@ class _Entries:
         self.of_func = NumericalCertificate(problem, settings, compression, look)
         try:
             self._measure()
-        except RefusedError as error:
+        except RejectedError as error:
             replay = partial(self._entries, self.plan)
             self._measure_one_by_one(str(error))
             if executor.is_lead(error, replay):
@@ -134,11 +134,11 @@ class _Entries:
         worst = differing[excess[differing].nan_to_num(torch.inf).argsort(descending=True)]
         measured: set[int] = set()
         are_sums = may_be_sums
-        for row in list(dict.fromkeys(rows[worst[: 16 * MOST_SUSPECTS]].tolist()))[:MOST_SUSPECTS]:
+        for row in list(dict.fromkeys(rows[worst[: 16 * MAX_SUSPECTS]].tolist()))[:MAX_SUSPECTS]:
             mine = (rows == row).nonzero().reshape(-1)
             before = self._of_backward.values[mine], self.numerical[mine]
             self._of_backward.replace_values(mine, self._of_backward.row_alone(row)[columns[mine]])
-            still = mine[~(self._excesses(mine) <= 1)][:MOST_SUSPECTS]
+            still = mine[~(self._excesses(mine) <= 1)][:MAX_SUSPECTS]
             for column in columns[still].tolist():
                 if column not in measured:
                     measured.add(column)
@@ -202,11 +202,11 @@ class PatternVerdict(_Entries):
         """Whether columns from differentiating the backward are verified and, if so, the result as from `by_rows`."""
         problem = self._problem
         problem.graph()  # recorded here, so that an exception of func is not taken for one of its backward
-        values = unless_refused(partial(compressed.linear_entries, problem, self._compression))
+        values = unless_rejected(partial(compressed.linear_entries, problem, self._compression))
         if values is None:  # the backward cannot be differentiated
             return False, None
         self._of_backward = self._certificate_of(values, self._calls)
-        if not unless_refused(self._of_backward.explains_products):  # backward may raise for some layout
+        if not unless_rejected(self._of_backward.explains_products):  # backward may raise for some layout
             return False, None
         failure, _ = one_hot_rows(problem, self._settings)
         if failure is None:
@@ -251,17 +251,17 @@ class PatternVerdict(_Entries):
             return repeat
         return self._judged(repeat)
 
-    def moved(self) -> Failure | None:
+    def varies(self) -> Failure | None:
         """The failure if row groups of a rejected pattern give other values when they run again, also on a new graph.
 
         If a group is wrong only once, or func records a wrong graph once, a right pattern looks wrong. The next pattern
         has other groups and a new graph, which may not show the error.
         """
-        on_same_graph = self._problem.is_custom and self._groups_move()
+        on_same_graph = self._problem.is_custom and self._groups_vary()
         self._problem.forget_graph()
-        return nondeterministic(self._problem.outputs[0]) if on_same_graph or self._groups_move() else None
+        return nondeterministic(self._problem.outputs[0]) if on_same_graph or self._groups_vary() else None
 
-    def _groups_move(self) -> bool:
+    def _groups_vary(self) -> bool:
         before = self._values_of_groups
         if before is None:
             return False
@@ -388,7 +388,7 @@ def _were_wrong_once(before: Tensor, replay: Callable[[], Tensor], single: Tenso
         return False  # replays only round differently
     try:
         return not differ(replay()[None], single[None], atol, False)
-    except RefusedError:
+    except RejectedError:
         return False
 
 

@@ -16,7 +16,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess
 from fastgrad.core.random import SKETCH_DIRECTIONS, direction
 from fastgrad.core.tensors import differ, largest
-from fastgrad.engines.blocks import MOST_AT_ONCE
+from fastgrad.engines.blocks import MAX_AT_ONCE
 from fastgrad.engines.plan import EXACT_CALLS, detection_limit, sketch_size
 from fastgrad.engines.sketch import (
     NOISE_SHARE,
@@ -27,13 +27,13 @@ from fastgrad.engines.sketch import (
     contradicts,
     cotangents,
     directional_differences,
-    func_moves,
+    func_varies,
     residual_row,
     weights,
 )
 from fastgrad.engines.small_sketch import REPEATED, RUNS
 from fastgrad.problem.coordinates import block_with
-from fastgrad.problem.first_look import is_moved
+from fastgrad.problem.first_look import values_vary
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
@@ -43,20 +43,20 @@ from fastgrad.verdict.linearity import linearity_failure, one_hot_rows, scaled_f
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION, nondeterministic, nondeterministic_func, raised_for
 
-MOST_STEPS = 5
+MAX_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
 """Factors from one step size to the next: smaller if joint steps cross kinks, larger if rounding dominates."""
 
 SMALL_BOUND, SMALL_BOUND_STEPS = 16, 3
 """The bound to aim at for selected rows, in units of atol, and the number of step sizes to try for it."""
 
-MOST_ENTRIES = 8
+MAX_ENTRIES = 8
 """Largest number of wrong entries to look for."""
 
-MOST_SUSPECTS = 8
+MAX_SUSPECTS = 8
 """Largest number of outputs to examine that look wrong in a sum but prove to be right, before another step size."""
 
-MOST_SINGLE = 4
+MAX_SINGLE = 4
 """Largest number of outputs to examine one by one, if they could not be verified at any step size."""
 
 
@@ -126,8 +126,8 @@ class _Screen:
         self._hidden = torch.where(self._pending, math.inf, 0.0).to(torch.float64)
 
     def run(self) -> Screening:
-        """The verdict, after at most MOST_STEPS step sizes."""
-        while self._attempt < MOST_STEPS:
+        """The verdict, after at most MAX_STEPS step sizes."""
+        while self._attempt < MAX_STEPS:
             differences = self._differences(self._count, self._extrapolated)
             self._first = self._first or differences
             if self._tentative is not None and self._attempt == 0:
@@ -262,7 +262,7 @@ class _Screen:
         """Goes on to another step size, or leaves a small problem to the exact engine, which costs no more."""
         problem = self._problem
         measure = partial(self._differences, extrapolated=self._extrapolated)
-        if self._attempt == 0 and noise_moves(problem, self._settings, self._base, differences, measure):
+        if self._attempt == 0 and noise_varies(problem, self._settings, self._base, differences, measure):
             return Screening(nondeterministic_func(problem.outputs[0], ALONG_DIRECTION))
         if not self._selected and self._eps == self._settings.eps and 2 * problem.n + problem.m <= EXACT_CALLS:
             return Screening(undecided=math.inf)
@@ -274,21 +274,21 @@ class _Screen:
         return verified(self._settings, bound, self._unresolved)
 
 
-def noise_moves(
+def noise_varies(
     problem: Problem,
     settings: Settings,
     base: Tensor,
     differences: Differences,
     measure: Callable[[int], Differences],
 ) -> bool:
-    """As `func_moves`, where no repeated differences count as quiet; base: the outputs at x, shape (m,)."""
-    return func_moves(
+    """As `func_varies`, where no repeated differences count as quiet; base: the outputs at x, shape (m,)."""
+    return func_varies(
         settings,
         differences.rounding * base.abs(),
         differences,
         measure,
         is_quiet=lambda again: False,
-        values_move=lambda: is_moved(problem, settings, problem.evaluate(True), base),
+        values_move=lambda: values_vary(problem, settings, problem.evaluate(True), base),
     )
 
 
@@ -333,7 +333,7 @@ def _one_hot(problem: Problem, settings: Settings, search: _Search, differences:
         allowed = settings.atol / 4 + 4 * differences.noise[row] + ROUNDING * problem.unit_roundoff * gradient.norm()
         if bool((error.abs() <= allowed).all()):
             continue
-        found = search.look_into(row)
+        found = search.examine_row(row)
         if found is not None and found.remeasured is not None:
             return located_failure([found])
         rounding = ROUNDING * problem.unit_roundoff * largest(gradient)
@@ -360,8 +360,8 @@ def _one_by_one(
     hidden: per output, the size of an error that sums may hide, shape (m,); reduced for outputs that prove to be right.
     """
     search = _Search(problem, settings, differences)
-    for row in pending.nonzero().reshape(-1)[:MOST_SINGLE].tolist():
-        found = search.look_into(row)
+    for row in pending.nonzero().reshape(-1)[:MAX_SINGLE].tolist():
+        found = search.examine_row(row)
         if found is not None and found.remeasured is not None:
             return Screening(located_failure([found])), 0.0
         if found is None:
@@ -404,7 +404,7 @@ def _row_by_row(
         if failure is not None:
             return sketch, failure
         looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
-        if problem.n <= MOST_AT_ONCE or looks_wrong:
+        if problem.n <= MAX_AT_ONCE or looks_wrong:
             sketch.gradients[number] = gradient  # kept: compared with a rerun before the weights change
         if looks_wrong and not tentative and cotangent.layout != Layout.CONTIGUOUS:
             failure, _ = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
@@ -454,17 +454,17 @@ class _Search:
         self.nonlinear = 0.0  # the error that a backward may hide because it is linear only within its tolerance
 
     def run(self, sketch: Sketch) -> Failure | None:
-        """The failure of the confirmed entries, at most MOST_ENTRIES; subtracts what was examined from the sketch."""
+        """The failure of the confirmed entries, at most MAX_ENTRIES; subtracts what was examined from the sketch."""
         found: list[Found] = []
         suspects = 0
-        while len(found) < MOST_ENTRIES and suspects < MOST_SUSPECTS:
+        while len(found) < MAX_ENTRIES and suspects < MAX_SUSPECTS:
             flagged = sketch.worst()
             if flagged is None:
                 break
             which, k = flagged
             before = abs(sketch.values[which][k])
             row = self._row(sketch.cotangents[which], k, sketch.values[which][k], found)
-            entry = self.look_into(row, k, found)
+            entry = self.examine_row(row, k, found)
             if entry is not None and entry.remeasured is not None:
                 found.append(entry)
                 sketch.subtract(entry.row, entry.along(self._differences.directions))
@@ -512,7 +512,7 @@ class _Search:
         gradient = self._problem.row(row)
         return self._differences.derivatives[:, row] - self._differences.directions @ gradient, gradient
 
-    def look_into(self, row: int, k: int = 0, found: list[Found] | None = None) -> Found | None:
+    def examine_row(self, row: int, k: int = 0, found: list[Found] | None = None) -> Found | None:
         """The entry behind a row's residual, measured separately; None if the residual is at most atol / 4."""
         found = [entry for entry in found or [] if entry.row == row]
         error, gradient = self._row_error(row)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgrad.checks.sketch import MOST_STEPS, MOST_SUSPECTS, Screening, next_step, noise_moves
+from fastgrad.checks.sketch import MAX_STEPS, MAX_SUSPECTS, Screening, next_step, noise_varies
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
@@ -56,10 +56,10 @@ class _ForwardScreen:
         self._nonlinear = 0.0  # the error that may be hidden because jvp is linear only within its tolerance
 
     def run(self) -> Screening:
-        """The verdict, after at most MOST_STEPS step sizes."""
+        """The verdict, after at most MAX_STEPS step sizes."""
         problem, settings = self._problem, self._settings
         base, eps = problem.base(), settings.eps
-        for attempt in range(MOST_STEPS):
+        for attempt in range(MAX_STEPS):
             # First the fewest evaluations: usually enough if nothing is wrong.
             extrapolated = self._count if attempt else 1
             measure = partial(directional_differences, problem, settings, base, eps, attempt=attempt)
@@ -87,7 +87,7 @@ class _ForwardScreen:
             if not bool(self._pending.any()):
                 return self._verified()
             again = partial(measure, extrapolated=extrapolated)
-            if attempt == 0 and noise_moves(problem, settings, base, differences, again):
+            if attempt == 0 and noise_varies(problem, settings, base, differences, again):
                 return Screening(nondeterministic_func(problem.outputs[0], ALONG_DIRECTION))
             if attempt == 0 and (self._nonlinear or 2 * problem.n + problem.m <= EXACT_CALLS):
                 break  # another step size shows nothing else, or the exact engine costs no more
@@ -124,7 +124,7 @@ class _ForwardScreen:
     def _compare(self, differences: Differences, tangents: Tensor) -> Failure | None:
         """The failure of a wrong entry, or of a JVP that is not linear; marks the outputs that are verified."""
         excess, errors = self._excess(differences, tangents), differences.derivatives - tangents
-        for row in excess.amax(0).argsort(descending=True)[:MOST_SUSPECTS].tolist():
+        for row in excess.amax(0).argsort(descending=True)[:MAX_SUSPECTS].tolist():
             k = int(excess[:, row].argmax())
             if not excess[k, row] > 1:
                 break
@@ -145,8 +145,8 @@ class _ForwardScreen:
         allowed = self._settings.allowed(differences.size())
         contradicts = (resolution > self._suspected) & (self._suspected > 0)
         verified = self._pending & (4 * differences.noise <= allowed) & (excess <= 1).all(0) & ~contradicts
-        left_open = torch.where(verified, resolution, torch.maximum(resolution, 4 * errors.amax(0)))
-        self._hidden = torch.minimum(self._hidden, left_open.nan_to_num(torch.inf))
+        undecided_sums = torch.where(verified, resolution, torch.maximum(resolution, 4 * errors.amax(0)))
+        self._hidden = torch.minimum(self._hidden, undecided_sums.nan_to_num(torch.inf))
         if bool(verified.any()):
             self._bound = max(self._bound, float(self._hidden[verified].amax()))
         self._suspected = torch.maximum(self._suspected, torch.where(excess > 1, errors, 0.0).amax(0))

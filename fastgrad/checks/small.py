@@ -18,16 +18,16 @@ from fastgrad.checks.small_sums import (
     changing_steps_repeat,
     earlier_vjps_repeat,
     numerical_columns,
-    open_calls_repeat,
     sums_agree,
+    undecided_calls_repeat,
 )
 from fastgrad.core.errors import as_raised, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
 from fastgrad.core.precision import ROUNDING, relative_step
-from fastgrad.engines.blocks import MOST_AT_ONCE
-from fastgrad.engines.plan import compares_open_entries, is_one_block, looks_first, sketches
+from fastgrad.engines.blocks import MAX_AT_ONCE
+from fastgrad.engines.plan import compares_undecided_entries, is_one_block, sketches, takes_first_look
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.small_backward import SmallBackward
@@ -56,7 +56,7 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
     try:
         with Stopwatch(check.seconds) if worth_it else nullcontext():
             if _values_pass(check, settings):
-                check.passes = _attributes_pass(check, settings, backward)
+                check.passes = _other_checks_pass(check, settings, backward)
     except OUT_OF_MEMORY:
         return SmallCheck(problem=problem)  # the complete check needs less memory
     except BaseException as error:
@@ -73,11 +73,11 @@ def _values_pass(check: SmallCheck, settings: Settings) -> bool:
     """Whether derivatives and differences agree, in sums or entry by entry, and nothing is left to judge."""
     problem = check.problem
     if sketches(problem, settings):
-        return problem.n + problem.m <= MOST_AT_ONCE and _modes_agree(check, settings, sums_agree, products_agree)
+        return problem.n + problem.m <= MAX_AT_ONCE and _modes_agree(check, settings, sums_agree, products_agree)
     pattern = guessed_pattern(check, settings)
     if pattern is not None and entries_agree(check, settings, pattern):
         return True
-    if not check.is_consistent or not is_one_block(problem, settings) or looks_first(problem, settings):
+    if not check.is_consistent or not is_one_block(problem, settings) or takes_first_look(problem, settings):
         return False
     if settings.check_backward_ad and problem.is_custom and not runs_single_rows(problem):
         return False
@@ -87,24 +87,24 @@ def _values_pass(check: SmallCheck, settings: Settings) -> bool:
 
 def _modes_agree(check: SmallCheck, settings: Settings, backward_agrees: _Agree, forward_agrees: _Agree) -> bool:
     if settings.check_backward_ad and not backward_agrees(check, settings):
-        return check.left_open is not None and _open_rows_agree(check, settings)
+        return check.undecided_sums is not None and _undecided_rows_agree(check, settings)
     return not settings.check_forward_ad or forward_agrees(check, settings)
 
 
-def _open_rows_agree(check: SmallCheck, settings: Settings) -> bool:
+def _undecided_rows_agree(check: SmallCheck, settings: Settings) -> bool:
     """Compares all entries after sums decided nothing, if this takes no more calls than sums at other steps.
 
     Returns whether nothing is left to judge. If entries are not compared, differences that changed between steps are
     repeated here, because the complete check does not use them: func may have returned other values once.
     """
     problem = check.problem
-    if problem.is_custom or not compares_open_entries(problem, settings):
+    if problem.is_custom or not compares_undecided_entries(problem, settings):
         changing_steps_repeat(check, settings, last_agrees=False)
         return False
-    return _rows_agree(check, settings) and open_calls_repeat(check, settings)
+    return _rows_agree(check, settings) and undecided_calls_repeat(check, settings)
 
 
-def _attributes_pass(check: SmallCheck, settings: Settings, backward: Backward | None) -> bool:
+def _other_checks_pass(check: SmallCheck, settings: Settings, backward: Backward | None) -> bool:
     """Whether the remaining checks pass: batched derivatives and, if func is a backward, its gradients without a graph.
 
     The latter are computed for negated grad_outputs and must be the negated gradients. A backward that caches gradients
@@ -154,7 +154,7 @@ def _same_afterwards(check: SmallCheck, settings: Settings) -> bool:
         if problem.is_custom:
             return _rows_repeat(check, settings, backward)
         if not problem.record_again():
-            check.moved = True
+            check.vjp_varies = True
             return False
         at_hand = product_at_hand(problem, settings, backward)
         check.vjps += 1
@@ -162,7 +162,7 @@ def _same_afterwards(check: SmallCheck, settings: Settings) -> bool:
             return True
         # Some bits differ. If the gradients agree within the tolerances, the complete check uses them.
         if not same_afterwards(SmallBackward(problem, check.vjps), settings, *at_hand):
-            check.moved, check.backward = True, None
+            check.vjp_varies, check.backward = True, None
     except Exception as error:
         raise_unless_of_func(error)
         check.early = error
@@ -175,10 +175,10 @@ def _rows_repeat(check: SmallCheck, settings: Settings, backward: WholeBackward)
     calls.take(jacobian(again, backward), backward.products)
     # The differences have called func since the first graph was recorded.
     moves_there = calls.older_graph_failure() is not None
-    check.moved = moves_there or not check.problem.record_again() or calls.failure() is not None
+    check.vjp_varies = moves_there or not check.problem.record_again() or calls.failure() is not None
     check.vjps = again.vjps
     check.certificates += calls.certificates()
-    return not check.moved
+    return not check.vjp_varies
 
 
 @phase("comparison")

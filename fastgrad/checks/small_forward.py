@@ -20,7 +20,7 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.grad_outputs import BATCH, batch_vectors
 from fastgrad.verdict.tangents import LINEAR_JVP, combined_tangents, sums_certificate, tangent_directions
 
-MOST_COLUMNS = 256
+MAX_COLUMNS = 256
 """Largest number of columns for which all one-hot tangents are held at once: half a megabyte."""
 
 
@@ -46,7 +46,7 @@ class _Directions:
 def columns_agree(check: SmallCheck, settings: Settings) -> bool:
     """Compares all columns by forward mode with the numerical ones; returns whether nothing is left to judge."""
     problem = check.problem
-    if check.changed is not None or problem.n > MOST_COLUMNS:
+    if check.changed is not None or problem.n > MAX_COLUMNS:
         return False
     columns = numerical_columns(check, settings) if check.columns is None else check.columns
     if columns is None:
@@ -72,7 +72,7 @@ def products_agree(check: SmallCheck, settings: Settings) -> bool:
     for differences, weight, bound in differences_by_step(check, settings):
         if _products_agree(check, settings, differences, weight, bound):
             return changing_steps_repeat(check, settings, last_agrees=True)
-        if check.early is not None or check.jvp_moved or not check.domains_match:
+        if check.early is not None or check.jvp_varies or not check.domains_match:
             return False
     return False
 
@@ -121,7 +121,7 @@ def batched_tangents_agree(check: SmallCheck, settings: Settings) -> bool:
             check.early = error
             return False
         if isinstance(single, tuple) or isinstance(batched, tuple) or not native.are_close(batched, single):
-            check.jvp_moved = True
+            check.jvp_varies = True
             return False
     return True
 
@@ -145,7 +145,7 @@ def _jvps(check: SmallCheck, settings: Settings, made: _Directions) -> Tensor | 
         return None
     changed, products, domains_match = found
     if changed is not None:
-        check.jvp_moved = True
+        check.jvp_varies = True
         return None
     if check.problem.evaluator.modified_tangent >= 0:
         return None

@@ -22,18 +22,18 @@ from fastgrad.checks.small_sums import (
     steps_repeat,
     sums_agree,
 )
-from fastgrad.core.errors import unless_refused
+from fastgrad.core.errors import unless_rejected
 from fastgrad.core.native import Layout, explained_sums, flattened, largest_errors
 from fastgrad.core.phases import phase
 from fastgrad.core.random import GRAPH_STREAM, direction
 from fastgrad.core.tensors import largest
-from fastgrad.engines.blocks import MOST_AT_ONCE, one_hot_elements
+from fastgrad.engines.blocks import MAX_AT_ONCE, one_hot_elements
 from fastgrad.engines.compressed import compress
 from fastgrad.engines.grad_output_kinds import DENSE, GRAD_OUTPUT_KINDS
-from fastgrad.engines.plan import admitted_entries, looks_first, sketch_size, small_pattern_pays
-from fastgrad.engines.sketch import derivatives_move
+from fastgrad.engines.plan import admitted_entries, sketch_size, small_pattern_pays, takes_first_look
+from fastgrad.engines.sketch import derivatives_vary
 from fastgrad.problem.coordinates import Block
-from fastgrad.problem.first_look import KnownLook, is_moved
+from fastgrad.problem.first_look import KnownLook, values_vary
 from fastgrad.report.settings import Settings
 from fastgrad.structure import sparsity
 from fastgrad.structure.detection import CURVED
@@ -45,11 +45,11 @@ from fastgrad.verdict.numerical_certificate import NEGLIGIBLE, ROUNDING, numeric
 LARGEST_SHARE = 1 / 4
 """Largest error of a sum of entries, relative to atol, that rounding and curvature may explain."""
 
-MOST_CACHED = 1 << 12
+MAX_CACHED = 1 << 12
 """Largest number of coordinates of inputs and outputs for which guesses from shapes are cached (up to 0.3 MB each). A
 test suite checks many functions of the same shapes."""
 
-FEWEST_UNREACHED = 4
+MIN_UNREACHED = 4
 """Least number of outputs that, by the guess, do not depend on the half of the inputs that moves first. With fewer such
 outputs, this evaluation would refute few wrong guesses."""
 
@@ -83,14 +83,14 @@ def guessed_pattern(check: SmallCheck, settings: Settings) -> SmallPattern | Non
         return None
     if settings.engine != "auto" or settings.check_forward_ad or problem.tensor_device.type != "cpu":
         return None
-    if problem.n + problem.m > MOST_AT_ONCE or any(width > 1 for _, _, width in (*problem.inputs, *problem.outputs)):
+    if problem.n + problem.m > MAX_AT_ONCE or any(width > 1 for _, _, width in (*problem.inputs, *problem.outputs)):
         return None
     reacted: Mask | None = None
     for pattern in _guesses(check, settings):
         if not small_pattern_pays(problem, pattern.compression.column_groups.count, len(pattern.only)):
             continue
         entries, reached = pattern.compression.pattern.nnz, _reached(pattern, settings.seed)
-        if admitted_entries(settings, entries) < entries or reached.size - reached.sum() < FEWEST_UNREACHED:
+        if admitted_entries(settings, entries) < entries or reached.size - reached.sum() < MIN_UNREACHED:
             continue
         reacted = _reacting_outputs(check, settings) if reacted is None else reacted
         if reacted is None or problem.evaluator.mutates_inputs:
@@ -106,7 +106,7 @@ def _repeat_look(check: SmallCheck, settings: Settings) -> None:
 
     If the complete check takes a `first_look`, this is left to the complete check.
     """
-    if check.look is None or looks_first(check.problem, settings):
+    if check.look is None or takes_first_look(check.problem, settings):
         return
     displacement, nowhere = check.look.displacement, torch.zeros_like(check.look.displacement)
     for where, at, values in (
@@ -114,7 +114,7 @@ def _repeat_look(check: SmallCheck, settings: Settings) -> None:
         ("at the inputs", nowhere, check.look.base),
     ):
         again = _values_at(check, at)
-        if again is None or is_moved(check.problem, settings, again, values):
+        if again is None or values_vary(check.problem, settings, again, values):
             check.irreproducible.append(where)
 
 
@@ -154,7 +154,7 @@ def entries_agree(check: SmallCheck, settings: Settings, pattern: SmallPattern) 
         return True
     _repeat_what_differs(check, settings, pattern, numerical if errors is None else None)
     add_products(check, pattern.grad_outputs, gradients)
-    check.left_open = None  # the complete check does not compare sums
+    check.undecided_sums = None  # the complete check does not compare sums
     return False
 
 
@@ -172,7 +172,7 @@ def _repeat_what_differs(
     if numerical is not None:
         again = _numerical_entries(check, settings, pattern)
         rounding = rounding_of_differences(check.problem, settings.eps)
-        if again is None or derivatives_move(settings, again, numerical, rounding):
+        if again is None or derivatives_vary(settings, again, numerical, rounding):
             check.irreproducible.append("at steps of several inputs")
             return
     _repeat_look(check, settings)
@@ -182,9 +182,9 @@ def _guesses(check: SmallCheck, settings: Settings) -> Iterator[SmallPattern]:
     problem = check.problem
     sides = problem.graph.inputs, problem.graph.outputs
     shapes = tuple(tuple(tensor.shape for tensor in side) for side in sides)
-    cached = problem.n + problem.m <= MOST_CACHED
+    cached = problem.n + problem.m <= MAX_CACHED
     yield from (_guesses_by_shape if cached else _guesses_by_shape.__wrapped__)(*shapes)
-    if not looks_first(problem, settings):
+    if not takes_first_look(problem, settings):
         return  # finding equal values takes as long as the dense engine
     values, results = (flattened([tensor.detach() for tensor in side]).numpy() for side in sides)
     pattern = sparsity.guess_moved(values, results, np.ones(results.size, dtype=np.bool_))
@@ -247,7 +247,7 @@ def _reacting_outputs(check: SmallCheck, settings: Settings) -> Mask | None:
 
 
 def _values_at(check: SmallCheck, displacement: Tensor) -> Tensor | None:
-    values = unless_refused(partial(check.problem.values_at, displacement))
+    values = unless_rejected(partial(check.problem.values_at, displacement))
     return None if isinstance(values, tuple) else values
 
 
@@ -256,7 +256,7 @@ def _numerical_entries(check: SmallCheck, settings: Settings, pattern: SmallPatt
     """The numerical entries, shape (entries,); None if func raises for steps of groups, or returns something else."""
     compression = pattern.compression
     groups = compression.column_groups.groups
-    found = unless_refused(partial(check.problem.difference_entries, groups, compression.columns, settings.eps))
+    found = unless_rejected(partial(check.problem.difference_entries, groups, compression.columns, settings.eps))
     return None if isinstance(found, tuple) else found
 
 
@@ -266,8 +266,8 @@ def _rows(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> Tenso
     rows = len(pattern.only)
     gradients, match = check.problem.vjps(pattern.grad_outputs, [Layout.CONTIGUOUS] * rows, pattern.only)
     check.vjps += rows
-    check.moved = not match.sizes or (settings.check_grad_dtypes and not match.dtypes)
-    return None if check.moved else gradients
+    check.vjp_varies = not match.sizes or (settings.check_grad_dtypes and not match.dtypes)
+    return None if check.vjp_varies else gradients
 
 
 @phase("comparison")

@@ -68,7 +68,7 @@ class SmallPattern:
         return int(((columns >= block.first) & (columns < block.end)).sum())
 
 
-OPEN_SUMS = "decided by the exact engine, because the sketch did not decide"
+UNDECIDED_SUMS = "decided by the exact engine, because the sketch did not decide"
 """The note of a report if sums decided nothing, and all entries were compared."""
 
 
@@ -82,7 +82,7 @@ class SmallCheck(Findings):
         func, its first evaluation and its graph.
     changed
         Where and what func returned instead of its outputs, if `columns` could not be computed for this reason.
-    moved, jvp_moved
+    moved, jvp_varies
         As in `Findings`; also true if a gradient had a wrong size or dtype, or func returned outputs of another kind.
         The complete check then finds the error; if it finds none, only some calls were wrong.
     errors
@@ -101,7 +101,7 @@ class SmallCheck(Findings):
     steps
         Each step, relative to eps; the largest 2-norm of noise with which one-sided differences are taken; and the
         directional derivatives, whether they agree or not.
-    left_open
+    undecided_sums
         The early VJPs of sums that did not agree, although all calls were consistent. The reason may be curvature,
         kinks or rounding.
     bound
@@ -123,7 +123,7 @@ class SmallCheck(Findings):
     look: KnownLook | None = None
     irreproducible: list[str] = field(default_factory=list)
     steps: list[tuple[float, float, Derivatives]] = field(default_factory=list)
-    left_open: Tensor | None = None
+    undecided_sums: Tensor | None = None
     bound: float = 0.0
     vjps: int = 0
     jvps: int = 0
@@ -133,7 +133,7 @@ class SmallCheck(Findings):
     @property
     def is_consistent(self) -> bool:
         """Whether repeated calls gave the same values, no call raised, and all outputs were of the expected kind."""
-        return not (self.moved or self.irreproducible) and self.changed is None and self.early is None
+        return not (self.vjp_varies or self.irreproducible) and self.changed is None and self.early is None
 
     def noted(self, run: Callable[[], Result | None]) -> Result | None:
         """The result of `run`, which calls func or its backward; None if it raises, which `early` then holds."""

@@ -20,12 +20,12 @@ from fastgrad.core.tensors import differ, largest, near
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.plan import sketch_size
-from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_move, func_moves, weights
+from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_vary, func_varies, weights
 from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screening_grad_outputs, weighted_grad_outputs
-from fastgrad.problem.first_look import is_moved
+from fastgrad.problem.first_look import values_vary
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.repeated_calls import first_moving, repeated_calls_certificate
+from fastgrad.verdict.repeated_calls import first_varying, repeated_calls_certificate
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
 
 SMALLER_STEP = 1 / 8
@@ -41,7 +41,7 @@ CURVATURE_RATIO = 64.0
 the square of the error of a one-sided difference. It is 2/3 for exp and 1 for 1/x, for any step. Noise with a larger
 ratio is attributed to rounding."""
 
-MOST_STEPS = 2
+MAX_STEPS = 2
 """Largest number of steps at which sums are compared."""
 
 NOISE_MARGIN = 4.0
@@ -82,7 +82,7 @@ def sums_agree(check: SmallCheck, settings: Settings, weighted: bool = True) -> 
             continue
         if early is not None and done is None:
             again = check.noted(partial(_run_after_differences, check, settings, plain, early))
-            if again is None or check.moved:
+            if again is None or check.vjp_varies:
                 return False
         early = run_early() if early is None else early
         if early is None:
@@ -108,8 +108,8 @@ def sums_agree(check: SmallCheck, settings: Settings, weighted: bool = True) -> 
     early = run_early() if early is None else early
     if early is None:
         return False
-    if check.steps and not check.moved and not check.irreproducible and check.changed is None:
-        check.left_open = early
+    if check.steps and not check.vjp_varies and not check.irreproducible and check.changed is None:
+        check.undecided_sums = early
     if check.products is None:
         check.products = plain.early, early
     return False
@@ -127,14 +127,14 @@ def _plain(check: SmallCheck, settings: Settings) -> ScreeningGradOutputs:
     return screening_grad_outputs(_layout(check), settings.seed, count, check.problem.is_custom)
 
 
-def open_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
+def undecided_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
     """Whether the calls of undecided sums, repeated after all entries agreed, give the same results again."""
-    assert check.left_open is not None
+    assert check.undecided_sums is not None
     if not steps_repeat(check, settings, check.steps):
         return False
     plain = _plain(check, settings)
     repeated = check.noted(partial(_early_vjps, check, plain))
-    return repeated is not None and _same_as_early(check, settings, plain, repeated, check.left_open)
+    return repeated is not None and _same_as_early(check, settings, plain, repeated, check.undecided_sums)
 
 
 def changing_steps_repeat(check: SmallCheck, settings: Settings, last_agrees: bool) -> bool:
@@ -148,7 +148,7 @@ def changing_steps_repeat(check: SmallCheck, settings: Settings, last_agrees: bo
     changing = [
         (step, budget, differences)
         for step, budget, differences in earlier
-        if derivatives_move(
+        if derivatives_vary(
             settings,
             differences.derivatives,
             last[2].derivatives,
@@ -165,7 +165,7 @@ def steps_repeat(check: SmallCheck, settings: Settings, steps: Sequence[tuple[fl
         rounding = rounding_of_differences(check.problem, settings.eps * step)
         # None: func now raises or returns something else.
         if again is None or any(
-            derivatives_move(settings, *pair, rounding)
+            derivatives_vary(settings, *pair, rounding)
             for pair in ((again.derivatives, before.derivatives), (again.noise, before.noise))
         ):
             check.irreproducible.append(ALONG_DIRECTION)
@@ -179,7 +179,7 @@ def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple
     A step at which the noise is too large is not yielded, but kept in `check.steps` like the others.
     """
     step, budget = 1.0, settings.atol / (2 * NOISE_SHARE)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         differences = _differences(check, settings, step, budget)
         if differences is None:
             return
@@ -190,7 +190,7 @@ def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple
         elif _weight(check, settings, differences, SMALLER_STEP**2) is None:
             # Noise from curvature or rounding alone would be small enough at the other step. So the reason may be a
             # kink, or a func that returns other values for the same inputs.
-            if _noise_moves(check, settings, step, budget, differences):
+            if _noise_varies(check, settings, step, budget, differences):
                 check.irreproducible.append(ALONG_DIRECTION)
             return
         # If the sums do not agree although the noise is small enough, another direction may be curved more.
@@ -216,24 +216,24 @@ def rounding_of_differences(problem: SmallProblem, step: float) -> float:
     return 2 * problem.unit_roundoff * size / step
 
 
-def _noise_moves(check: SmallCheck, settings: Settings, step: float, budget: float, differences: Derivatives) -> bool:
-    """As `func_moves`, for differences at a step."""
-    return func_moves(
+def _noise_varies(check: SmallCheck, settings: Settings, step: float, budget: float, differences: Derivatives) -> bool:
+    """As `func_varies`, for differences at a step."""
+    return func_varies(
         settings,
         rounding_of_differences(check.problem, settings.eps * step),
         differences,
         partial(_differences, check, settings, step, budget),
         is_quiet=lambda again: _weight(check, settings, again, 1.0) is not None,
-        values_move=partial(_values_move, check, settings),
+        values_move=partial(_values_vary, check, settings),
     )
 
 
-def _values_move(check: SmallCheck, settings: Settings) -> bool:
+def _values_vary(check: SmallCheck, settings: Settings) -> bool:
     before = flattened([output.detach() for output in check.problem.graph.outputs]).clone()
     if not check.problem.record_again():
         return True
     again = flattened([output.detach() for output in check.problem.graph.outputs])
-    return is_moved(check.problem, settings, again, before)
+    return values_vary(check.problem, settings, again, before)
 
 
 @phase("backward")
@@ -305,7 +305,7 @@ def _run_after_differences(check: SmallCheck, settings: Settings, plain: Screeni
     again = check.problem.vjps(cotangents, [Layout.CONTIGUOUS] * 2, [plain.early_only[row] for row in order])[0]
     check.vjps += 2
     allowed = settings.atol + settings.nondet_tol * float(cotangents.abs().sum(1).amax())
-    check.moved = not bool(torch.isclose(again, known, settings.rtol, allowed, equal_nan=True).all())
+    check.vjp_varies = not bool(torch.isclose(again, known, settings.rtol, allowed, equal_nan=True).all())
     return again
 
 
@@ -320,13 +320,13 @@ def _all_vjps(
     """
     problem = check.problem
     if not problem.record_again():
-        check.moved = True
+        check.vjp_varies = True
         return None
     gradients, match = problem.vjps(made.vectors, made.layouts, made.only)
     check.vjps += len(made.only)
     add_products(check, made.vectors[: made.of_all], gradients[: made.of_all])
     if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
-        check.moved = True
+        check.vjp_varies = True
         return None
     unweighted, product = plain.vectors[REPEATED : REPEATED + 1], gradients[REPEATED : REPEATED + 1]
     if made is not plain:
@@ -342,8 +342,8 @@ def _all_vjps(
         parts = gradients[made.separate]
         beyond = (gradients[REPEATED] - parts.sum(0)).abs() - settings.atol - settings.rtol * parts.abs().sum(0)
         if not bool((beyond <= 0).all()):
-            check.moved = bool(beyond.isfinite().all())
-            if not check.moved:  # an overflow recurs; a value that is not finite in one run only is an error
+            check.vjp_varies = bool(beyond.isfinite().all())
+            if not check.vjp_varies:  # an overflow recurs; a value that is not finite in one run only is an error
                 rows = [REPEATED, *made.separate]
                 _repeat(check, settings, made, gradients, rows, run_again=rows)
             return None
@@ -378,8 +378,8 @@ def earlier_vjps_repeat(check: SmallCheck, settings: Settings, last: int) -> boo
         allowed = (
             settings.atol + settings.rtol * gradients.abs().amax(0) + settings.nondet_tol * float(total.abs().sum())
         )
-        check.moved = not bool(near(again, gradients.sum(0), allowed).all())
-    return not check.moved
+        check.vjp_varies = not bool(near(again, gradients.sum(0), allowed).all())
+    return not check.vjp_varies
 
 
 def _same_as_early(
@@ -397,10 +397,10 @@ def _same_as_early(
     if differ(again[:1], early[:1], allowed, False):
         repeated = problem.vjps(plain.early[:1], [Layout.CONTIGUOUS], [-1])[0]  # now at the same scale
         check.vjps += 1
-        check.moved = differ(repeated, early[:1], allowed, False)
+        check.vjp_varies = differ(repeated, early[:1], allowed, False)
     if problem.is_custom:
         close = torch.isclose(again[1], early[1], settings.rtol, settings.atol + settings.nondet_tol, equal_nan=True)
-        check.moved = check.moved or not bool(close.all())
+        check.vjp_varies = check.vjp_varies or not bool(close.all())
     return False
 
 
@@ -419,7 +419,7 @@ def _zeros_are_zero(check: SmallCheck, settings: Settings) -> bool:
     outputs = len(check.problem.outputs)
     check.vjps += 1 + ((1 + (outputs if outputs > 1 else 0)) if settings.check_undefined_grad else 0)
     are_zero = check.problem.are_zeros_zero(settings.check_undefined_grad)
-    check.moved = check.moved or are_zero is False
+    check.vjp_varies = check.vjp_varies or are_zero is False
     return bool(are_zero)
 
 
@@ -432,7 +432,7 @@ def _same_on_third(
     Also None if zero grad_outputs do not give zeros.
     """
     if not check.problem.record_again():
-        check.moved = True
+        check.vjp_varies = True
         return None
     rounding = _repeat(check, settings, made, gradients, [made.again, REPEATED])
     if rounding is None:
@@ -452,7 +452,7 @@ def _repeat(
 ) -> float | None:
     """The largest difference from earlier gradients that counts as rounding; None if gradients differ by more.
 
-    run_again: as in `first_moving`.
+    run_again: as in `first_varying`.
     """
     again = SmallBackward(check.problem, check.vjps)
 
@@ -460,6 +460,6 @@ def _repeat(
         return settings.nondet_tol * float(made.vectors[row].abs().sum())
 
     rows = made.vectors, made.only, gradients.clone()
-    moving, rounding = first_moving(again, settings, *rows, order, tolerance, run_again)
-    check.vjps, check.moved = again.vjps, moving is not None
-    return None if check.moved else rounding
+    moving, rounding = first_varying(again, settings, *rows, order, tolerance, run_again)
+    check.vjps, check.vjp_varies = again.vjps, moving is not None
+    return None if check.vjp_varies else rounding

@@ -57,7 +57,7 @@ def raise_if_transient(error: Exception, run: Callable[[], object]) -> None:
     raise error
 
 
-def unless_refused(run: Callable[[], Result]) -> Result | None:
+def unless_rejected(run: Callable[[], Result]) -> Result | None:
     """The result of calls of func or backward; None if they raise repeatedly, as in `raise_if_transient`."""
     try:
         return run()

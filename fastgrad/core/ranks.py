@@ -24,14 +24,14 @@ from fastgrad.core import torch_private
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_ALIVE_EVERY = 1.0
+_HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats of rank 0."""
 
 _PATIENCE = 2.0
 """Limit of the wait for a rank, as a multiple of the time limit of a call of func: a collective may wait for several
 ranks in turn."""
 
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 """Largest number of bytes of a message in one entry of the store, whose limit is 8 MiB; longer messages use several
 entries."""
 
@@ -54,7 +54,7 @@ class RankError(RuntimeError):
     """A rank raised, exited, or did not answer in time."""
 
 
-def without_the_store_a_rank_error(method: Callable[P, T]) -> Callable[P, T]:
+def store_errors_as_rank_errors(method: Callable[P, T]) -> Callable[P, T]:
     """Decorates a method: a network error of the store becomes a `RankError`, because rank 0 may have exited."""
 
     @wraps(method)
@@ -67,12 +67,12 @@ def without_the_store_a_rank_error(method: Callable[P, T]) -> Callable[P, T]:
     return using
 
 
-class _NothingCameError(Exception):
+class _MessageTimeoutError(Exception):
     """A message did not come in time."""
 
 
 @dataclass(frozen=True)
-class Trouble:
+class RankFailure:
     """The error of a rank: its exception as text, and the collective in which it timed out, if any."""
 
     rank: int
@@ -80,14 +80,14 @@ class Trouble:
     collective: str = ""
 
 
-def trouble(rank: int, error: BaseException) -> Trouble:
-    """Describes an exception of a rank as a `Trouble`."""
+def rank_failure(rank: int, error: BaseException) -> RankFailure:
+    """Describes an exception of a rank as a `RankFailure`."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame.name for frame in frames if "torch/distributed" in frame.filename and frame.name != "wrapper"]
     waited = any(phrase in str(error) for phrase in ("Timed out", "timed out", "timeout", "Connection closed"))
     own = [frame for frame in frames if "torch/" not in frame.filename and "fastgrad/" not in frame.filename]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return Trouble(rank, f"{type(error).__name__}: {error}{place}", inside[-1] if waited and inside else "")
+    return RankFailure(rank, f"{type(error).__name__}: {error}{place}", inside[-1] if waited and inside else "")
 
 
 class Ranks:
@@ -134,7 +134,7 @@ class Ranks:
                 self._alive.set("alive", str(number))
             except RuntimeError:  # the store has ended, and with it the check
                 return
-            if ended.wait(_ALIVE_EVERY):
+            if ended.wait(_HEARTBEAT_INTERVAL):
                 return
 
     def gather(self, value: Any) -> list[Any]:
@@ -157,11 +157,11 @@ class Ranks:
         while True:
             try:
                 return self._pop(0)
-            except _NothingCameError as error:
-                seen = self._sign_of_life()
-                time.sleep(3 * _ALIVE_EVERY)
-                if seen is None or self._sign_of_life() == seen:
-                    raise RankError(f"rank 0 has not responded for {3 * _ALIVE_EVERY:g} s") from error
+            except _MessageTimeoutError as error:
+                seen = self._heartbeat()
+                time.sleep(3 * _HEARTBEAT_INTERVAL)
+                if seen is None or self._heartbeat() == seen:
+                    raise RankError(f"rank 0 has not responded for {3 * _HEARTBEAT_INTERVAL:g} s") from error
 
     def answer(self, value: Any) -> None:
         """Sends the answer to rank 0."""
@@ -189,7 +189,7 @@ class Ranks:
     def _next(self, rank: int, what: str) -> Any:
         try:
             return self._pop(rank)
-        except _NothingCameError as error:
+        except _MessageTimeoutError as error:
             later = range(rank + 1, self.count)
             store = self.connection()
             missing = [rank, *(other for other in later if not store.check([self._key_from(other)]))]
@@ -197,17 +197,17 @@ class Ranks:
             numbers = ", ".join(map(str, missing))
             raise RankError(f"{several} {numbers} {what} within {self._patience:g} s") from error
 
-    @without_the_store_a_rank_error
+    @store_errors_as_rank_errors
     def _push(self, rank: int, value: Any) -> None:
         self._write(f"{self.rank} to {rank}, {self._sent[rank]}", pickle.dumps(value))
         self._sent[rank] += 1
 
     def _write(self, key: str, data: bytes) -> None:
         """Puts a message into the store. Its first entry holds the number of further entries, and is written last."""
-        others = range(MOST_BYTES, len(data), MOST_BYTES)
+        others = range(MAX_BYTES, len(data), MAX_BYTES)
         for i, begin in enumerate(others):
-            self._store.set(f"{key}, {i}", data[begin : begin + MOST_BYTES])
-        self._store.set(key, len(others).to_bytes(_COUNT_BYTES, "big") + data[:MOST_BYTES])
+            self._store.set(f"{key}, {i}", data[begin : begin + MAX_BYTES])
+        self._store.set(key, len(others).to_bytes(_COUNT_BYTES, "big") + data[:MAX_BYTES])
 
     def _read(self, key: str, first: bytes) -> bytes:
         """The whole message, given its first entry."""
@@ -218,7 +218,7 @@ class Ranks:
         for other in _further(key, first):
             self._store.delete_key(other)
 
-    @without_the_store_a_rank_error
+    @store_errors_as_rank_errors
     def _pop(self, rank: int) -> Any:
         if self._is_stale:  # the old connection could return a late answer to an earlier request
             self._store, self._is_stale = self.connection(), False
@@ -229,7 +229,7 @@ class Ranks:
             raise
         except RuntimeError as error:
             self._is_stale = self._was_stale = True
-            raise _NothingCameError from error
+            raise _MessageTimeoutError from error
         if len(value) > _WORTH_DELETING:
             self._store.delete_key(key)
         data = self._read(key, value)
@@ -240,7 +240,7 @@ class Ranks:
     def _key_from(self, rank: int) -> str:
         return f"{rank} to {self.rank}, {self._received[rank]}"
 
-    def _sign_of_life(self) -> Any:
+    def _heartbeat(self) -> Any:
         """The last heartbeat of rank 0; None if the store does not answer."""
         found: list[Any] = []
 
@@ -250,7 +250,7 @@ class Ranks:
 
         looking = threading.Thread(target=look, daemon=True)
         looking.start()
-        looking.join(2 * _ALIVE_EVERY)
+        looking.join(2 * _HEARTBEAT_INTERVAL)
         return found[0] if found else None
 
 

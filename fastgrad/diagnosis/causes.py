@@ -18,7 +18,7 @@ AS_ROUNDING = 1e-4
 """Upper limit of differences between runs that the order of additions may explain, relative to the gradient (1,000
 float32 terms)."""
 
-LEAST_DEVIATION = 1e-6
+MIN_DEVIATION = 1e-6
 """Least relative difference of two gradients that counts as evidence; rounding is smaller."""
 
 
@@ -99,11 +99,11 @@ def _of_kind(failure: Failure, notes: Sequence[str]) -> Iterator[Cause]:
 
 
 def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
-    if evidence.func_moves:
+    if evidence.func_varies:
         yield Cause(
             "race",
             "func gives different values in each call: random numbers, atomic additions, or uninitialized memory",
-            f"two calls at the same inputs differ by {evidence.func_moves:.1e}",
+            f"two calls at the same inputs differ by {evidence.func_varies:.1e}",
             0.97,
         )
     if evidence.output_dtype is not None and failure.kind == "mismatch":
@@ -114,13 +114,13 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
             "checked for all output values that change at a point next to x, except integers",
             0.96,
         )
-    elif failure.trouble == "low precision":
+    elif failure.numerical_issue == "low precision":
         yield Cause("low precision", failure.detail, "differences over many steps", 0.9)
-    elif failure.trouble == "kink":
+    elif failure.numerical_issue == "kink":
         yield Cause("kink", failure.detail, "one-sided differences", 0.95)
-    elif failure.trouble == "discontinuity":
+    elif failure.numerical_issue == "discontinuity":
         yield Cause("discontinuity", failure.detail, "differences over many steps", 0.96)
-    elif failure.trouble == "not finite":
+    elif failure.numerical_issue == "not finite":
         yield Cause("not finite", failure.detail, "values at x", 0.98)
     worst = failure.comparison.worst if failure.comparison else None
     own = settings.of(failure.input or 0)
@@ -180,7 +180,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     if moving:
         return  # if gradients vary from run to run, they are no evidence for other causes
     linear = failure.kind != "mismatch"
-    if evidence.after_others is not None and evidence.after_others > LEAST_DEVIATION:
+    if evidence.after_others is not None and evidence.after_others > MIN_DEVIATION:
         yield Cause(
             "saved tensor",
             "backward reads a tensor that other calls of func overwrite: in a global variable, on the class or in a "
@@ -196,7 +196,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
             0.95,
         )
     scaled = evidence.scaled or ()
-    nonlinear = [(c, deviation, size) for c, deviation, size in scaled if not deviation <= LEAST_DEVIATION]
+    nonlinear = [(c, deviation, size) for c, deviation, size in scaled if not deviation <= MIN_DEVIATION]
     if nonlinear:
         c, deviation, size = nonlinear[0]
         measure = (
@@ -205,7 +205,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
         yield Cause("nonlinear backward", _how_nonlinear(scaled), measure, 0.94)
         return
     layout = list(_of_layouts(evidence, linear))
-    if evidence.modified is not None and (evidence.modified > LEAST_DEVIATION or layout):
+    if evidence.modified is not None and (evidence.modified > MIN_DEVIATION or layout):
         yield _modified(evidence)
     else:
         yield from layout
@@ -214,7 +214,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
 
 def _of_terms(evidence: Evidence) -> Iterator[Cause]:
     """The cause if the gradients for the terms of a grad_output do not add up to the gradient of their sum."""
-    if evidence.added is not None and not evidence.added <= LEAST_DEVIATION:
+    if evidence.added is not None and not evidence.added <= MIN_DEVIATION:
         yield Cause(
             "nonlinear backward",
             "backward is not additive in grad_output: a quantization, a maximum, or a product of its elements",
@@ -222,8 +222,8 @@ def _of_terms(evidence: Evidence) -> Iterator[Cause]:
             f"deviation {evidence.added:.1e}",
             0.94,
         )
-    elif evidence.split is not None and not evidence.split <= LEAST_DEVIATION:
-        right_if_dense = evidence.dense_error is not None and evidence.dense_error <= 10 * LEAST_DEVIATION
+    elif evidence.split is not None and not evidence.split <= MIN_DEVIATION:
+        right_if_dense = evidence.dense_error is not None and evidence.dense_error <= 10 * MIN_DEVIATION
         yield Cause(
             "sparse grad_output",
             "backward depends on which elements of grad_output are zero: it is right only for a grad_output "
@@ -243,7 +243,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
         (evidence.expanded, evidence.expanded_error, "expanded (stride 0)", contiguous),
     )
     for deviation, error, how, mistake in kinds:
-        if error is None and (deviation is None or deviation <= LEAST_DEVIATION):
+        if error is None and (deviation is None or deviation <= MIN_DEVIATION):
             continue
         if error is not None or deviation is None:
             measure = error or ""
@@ -263,7 +263,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
 
 def _modified(evidence: Evidence) -> Cause:
     error = evidence.gapped_error or evidence.offset_error or evidence.expanded_error
-    if evidence.modified is not None and evidence.modified > LEAST_DEVIATION:
+    if evidence.modified is not None and evidence.modified > MIN_DEVIATION:
         measure = f"relative difference {evidence.modified:.1e} of the gradient if backward gets a copy of grad_output"
     else:
         measure = "a dense grad_output has different values after the call"
@@ -308,9 +308,7 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
     sizes = {c: size for c, _, size in scaled}
     deviations = {c: deviation for c, deviation, _ in scaled}
     powers = [math.log(size) / math.log(c) for c, size in sizes.items() if c > 0 and size > 0 and math.isfinite(size)]
-    if deviations.get(-1.0, 0.0) > LEAST_DEVIATION and all(
-        d <= LEAST_DEVIATION for c, d in deviations.items() if c > 0
-    ):
+    if deviations.get(-1.0, 0.0) > MIN_DEVIATION and all(d <= MIN_DEVIATION for c, d in deviations.items() if c > 0):
         return "backward treats positive and negative grad_outputs differently: an abs(), a relu, or a comparison"
     power = round(sum(powers) / len(powers), 2) if powers else 1.0
     if power != 1.0 and max(powers) - min(powers) < 0.01:
@@ -325,7 +323,7 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
 
 def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     worst, other = failure.comparison.worst if failure.comparison else None, evidence.other_mode
-    if worst is None or other is None or failure.trouble is not None:
+    if worst is None or other is None or failure.numerical_issue is not None:
         return
     own, name = ("backward", "forward") if failure.mode == "reverse" else ("jvp", "reverse")
     numerical, analytical = complex(worst.numerical), complex(worst.analytical)

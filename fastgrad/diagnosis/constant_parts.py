@@ -20,7 +20,7 @@ from fastgrad.problem.validation import is_differentiable
 
 _NOT_OF_THE_USER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["fastgrad"]))
 
-MOST_ELEMENTS = 1 << 22
+MAX_ELEMENTS = 1 << 22
 """Largest number of values that are kept: 32 MiB in double precision. A func with more values is not examined."""
 
 _ORDINALS = {0: "first", 1: "second", 2: "third"}
@@ -92,7 +92,7 @@ class ConstantParts(_Calls):
         super().__init__()
         self.known: dict[ConstantPart, _Known] = {}
         self._derived: dict[int, Tensor] = {}  # holds the tensors, so that no other tensor gets their ids
-        self._left = MOST_ELEMENTS
+        self._left = MAX_ELEMENTS
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -20,7 +20,7 @@ from fastgrad.diagnosis.value_causes import places_named
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import Cause, Explanation, Sample
-from fastgrad.report.messages import MOST_CAUSES
+from fastgrad.report.messages import MAX_CAUSES
 from fastgrad.report.report import Report
 
 _GENERAL_CAUSES = {"missing reduction", "zero gradient"}
@@ -86,7 +86,7 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         """
         self._explain(hypotheses.independent)
         self._explain(hypotheses.swapped)
-        settles = self._failure.trouble is None  # if there is any, func itself explains the failure
+        settles = self._failure.numerical_issue is None  # if there is any, func itself explains the failure
         if settles:
             self._explain(hypotheses.cut)
         if sample is None or not sample.complete:
@@ -109,7 +109,7 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         names, own = places_named(self._report, self._failure), self._settings.of(self._failure.input or 0)
         rules = sorted(place_rules(sample, names, own), key=lambda rule: -rule.cause.confidence)
         found: list[tuple[str, bool]] = []
-        for rule in [rule for rule in rules if rule.sampled is not None][:MOST_CAUSES]:
+        for rule in [rule for rule in rules if rule.sampled is not None][:MAX_CAUSES]:
             is_right = self._try(HYPOTHESIS_CALLS, partial(hypotheses.confirms, rule))
             if is_right is not None:
                 found.append((rule.cause.text, is_right))

@@ -30,7 +30,7 @@ class FuncExperiments(Experiments):
 
     def _repeatability_of_func(self) -> None:
         first, second = (self._problem.evaluate(True) for _ in range(2))
-        self._note(func_moves=float((first - second).abs().nan_to_num(0.0).max()))
+        self._note(func_varies=float((first - second).abs().nan_to_num(0.0).max()))
 
     def _other_measurements(self) -> None:
         worst = self._failure.comparison.worst if self._failure.comparison is not None else None
@@ -40,7 +40,7 @@ class FuncExperiments(Experiments):
         output, block = self._output, self._input
         if modulus(worst.numerical) == 0:
             self._try(2 * len(LARGE_STEPS), lambda: self._slopes(output, block, worst))
-        if self._failure.trouble in ("not converged", "low precision"):
+        if self._failure.numerical_issue in ("not converged", "low precision"):
             self._try(1, lambda: self._rounding(output, block, worst))
         begin = time.perf_counter()
         self._try(2, lambda: self._other_mode(output, block, worst))

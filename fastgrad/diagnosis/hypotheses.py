@@ -18,7 +18,7 @@ from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.diagnosis.autograd_graph import depends_on
 from fastgrad.diagnosis.constant_parts import ConstantPart, ConstantParts, HeldConstant
 from fastgrad.diagnosis.locations import Elements, Rule
-from fastgrad.diagnosis.rearrangements import ADJOINT, MOST_SHIFTS, Rearrangement, Side, rearrangements
+from fastgrad.diagnosis.rearrangements import ADJOINT, MAX_SHIFTS, Rearrangement, Side, rearrangements
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import CauseName, Explanation
@@ -30,10 +30,10 @@ NEAR = 1e-7
 """Largest relative difference of two random sums with which a hypothesis is accepted. Without the hypothesis, their
 relative difference must be more than 100 times this."""
 
-MOST_NAMED = 3
+MAX_NAMED = 3
 """Largest number of operators that a cause names."""
 
-MOST_INPUTS = 4
+MAX_INPUTS = 4
 """Largest number of inputs whose gradients or values are tried."""
 
 Sums = tuple[Tensor, Tensor]
@@ -126,7 +126,7 @@ class Hypotheses:
         """Whether the gradient is that of another input of the same shape."""
         block = self.input
         others = [other for other in self.problem.inputs if other is not block and _same_elements(other, block)]
-        for other in others[:MOST_INPUTS]:
+        for other in others[:MAX_INPUTS]:
 
             def of_other(one: _Vectors, other: Block = other) -> Sums:
                 along = self._at(other, one.u[self.input.slice])
@@ -159,7 +159,7 @@ class Hypotheses:
         if block.elements is not None or output.width != 1:
             return None
         x = self.problem.coordinates()
-        for factor in self.problem.inputs[:MOST_INPUTS]:
+        for factor in self.problem.inputs[:MAX_INPUTS]:
             if factor.width != 1 or factor.elements is not None:
                 continue
             values, name = x[factor.slice].reshape(factor.tensor.shape), self.name_of(factor)
@@ -202,7 +202,7 @@ class Hypotheses:
         if not self._sums_show_error:
             return None
         output, block = self.output, self.input
-        most = min(MOST_SHIFTS, max(16, MOST_SHIFTS * 4096 // max(output.size, block.size)))
+        most = min(MAX_SHIFTS, max(16, MAX_SHIFTS * 4096 // max(output.size, block.size)))
         sides: tuple[tuple[Side, Block], ...] = ("input", block), ("output", output)
         for side, own in sides:
             if own.elements is not None:
@@ -372,7 +372,7 @@ class Hypotheses:
 
 
 def _all_of(parts: tuple[ConstantPart, ...]) -> str:
-    return " and ".join(dict.fromkeys(map(str, parts[:MOST_NAMED])))  # two calls in one line have the same text
+    return " and ".join(dict.fromkeys(map(str, parts[:MAX_NAMED])))  # two calls in one line have the same text
 
 
 def _relative_difference(terms: Tensor, others: Tensor) -> float:

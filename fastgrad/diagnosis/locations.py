@@ -27,7 +27,7 @@ JUMP = 30.0
 COMMON_THRESHOLDS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 6.0)
 """Common thresholds in code, the most likely first."""
 
-LEAST_BLOCK = 4
+MIN_BLOCK = 4
 """Smallest block size of kernels that is considered; block sizes are powers of two."""
 
 
@@ -291,7 +291,7 @@ def _from(number: Covers, start: int) -> Covers:
 def _tail_block(last_right: int, first_wrong: int, size: int) -> int | None:
     """The largest block size whose last multiple up to `size` separates right from wrong indices; None without one."""
     block = 1 << max(0, (size - 1).bit_length())
-    while block >= LEAST_BLOCK:
+    while block >= MIN_BLOCK:
         start = size - size % block
         if 0 < start < size and last_right < start <= first_wrong:
             return block

@@ -21,9 +21,9 @@ OUTER = 1e-3
 LARGEST_MATRIX = 1 << 18
 """Largest number of entries of a Jacobian that is compared with its rearrangements."""
 
-MOST_SHIFTS = 256
+MAX_SHIFTS = 256
 
-SOME = 256
+MAX_SCREENED = 256
 """Number of wrong entries that are tried first, to reject most rearrangements."""
 
 Side = Literal["input", "output"]
@@ -88,7 +88,7 @@ class _Matrices:
     def _some_wrong(self) -> tuple[Tensor, ...]:
         known = ~(self.numerical.isnan() | self.analytical.isnan())
         wrong = (~self._close(self.numerical) & known).nonzero()
-        return wrong[:SOME].unbind(1)
+        return wrong[:MAX_SCREENED].unbind(1)
 
     def _close(self, other: Tensor) -> Tensor:
         return (self.analytical - other).abs() <= self.settings.allowed(other)
@@ -136,7 +136,7 @@ class Rearrangement:
     apply: Callable[[Tensor, int], Tensor]
 
 
-def rearrangements(shape: tuple[int, ...], side: Side, most_shifts: int = MOST_SHIFTS) -> Iterator[Rearrangement]:
+def rearrangements(shape: tuple[int, ...], side: Side, most_shifts: int = MAX_SHIFTS) -> Iterator[Rearrangement]:
     """Rearrangements of the gradient of an input, or of grad_output: transposed, shifted or reversed."""
     what = "the gradient of the input" if side == "input" else "grad_output"
     dims = range(len(shape))

@@ -15,10 +15,10 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.report.evidence import Sample
 from fastgrad.report.failure import Comparison, Entry
 
-MOST_ENTRIES = 1 << 14
+MAX_ENTRIES = 1 << 14
 """Largest number of entries of a sample."""
 
-MOST_COLUMNS, MOST_ROWS = 12, 24
+MAX_COLUMNS, MAX_ROWS = 12, 24
 """Numbers of columns and rows of a large Jacobian that are computed: two evaluations per column, one VJP per row."""
 
 LARGEST_BLOCK = 1 << 8
@@ -85,14 +85,14 @@ class Samples(Experiments):
             where = {int(element): k for k, element in enumerate(block.elements.tolist())}
             chosen = [where[element] for element in chosen if element in where]
         budget = self._left() - 40
-        count = max(1, min(MOST_COLUMNS, budget // (4 * block.width)))
+        count = max(1, min(MAX_COLUMNS, budget // (4 * block.width)))
         chosen = chosen[:count]
         numerical = self._entries(self._columns(block, chosen), output, block)
         # Rows with the largest entry of a chosen column: in a sparse Jacobian, most other rows are zero there.
         row = element_number(worst.output_index, output.tensor.shape)
         sizes = numerical.abs().nan_to_num(0.0)
         rows = [row, *sizes.argmax(0).tolist(), *_around(row, tuple(output.tensor.shape), self._settings.seed)]
-        rows = list(dict.fromkeys(rows))[: max(2 * count, min(MOST_ROWS, budget // 2))]
+        rows = list(dict.fromkeys(rows))[: max(2 * count, min(MAX_ROWS, budget // 2))]
         if self._failure.mode == "forward":
             columns = (block.first + block.width * element for element in chosen)
             own = torch.cat([self._problem.tangent_columns(column, block.width)[0] for column in columns])
@@ -140,7 +140,7 @@ class Samples(Experiments):
         rows: list[int] | None = None,
         columns: list[int] | None = None,
     ) -> Sample:
-        """A sample from two matrices, shape (output elements, input elements), of at most `MOST_ENTRIES` entries.
+        """A sample from two matrices, shape (output elements, input elements), of at most `MAX_ENTRIES` entries.
 
         If whole matrices have more, entries that agree and are zero in both are left out first. rows, columns: the
         elements of the matrices' rows and columns; None: all.
@@ -150,7 +150,7 @@ class Samples(Experiments):
         failing = ~torch.isclose(analytical, numerical, rtol=own.rtol, atol=own.atol)
         whole = rows is None and columns is None
         kept = failing | (analytical != 0) | (numerical != 0)
-        if not whole or kept.numel() <= MOST_ENTRIES:
+        if not whole or kept.numel() <= MAX_ENTRIES:
             kept = torch.ones_like(kept)
         i, j = kept.nonzero(as_tuple=True)
         chosen = _thinned(failing[kept], self._settings.seed)
@@ -203,11 +203,11 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _thinned(failing: Tensor, seed: int) -> Tensor:
-    """The numbers of at most MOST_ENTRIES entries, half of them failing if there are enough of both: int64, sorted."""
-    if failing.numel() <= MOST_ENTRIES:
+    """The numbers of at most MAX_ENTRIES entries, half of them failing if there are enough of both: int64, sorted."""
+    if failing.numel() <= MAX_ENTRIES:
         return torch.arange(failing.numel(), device="cpu")
     generator = torch.Generator("cpu").manual_seed(seed % (1 << 63))
     order = torch.randperm(failing.numel(), generator=generator, device="cpu")
     wrong, right = order[failing[order]], order[~failing[order]]
-    wrong = wrong[: max(MOST_ENTRIES // 2, MOST_ENTRIES - right.numel())]
-    return torch.cat([wrong, right[: MOST_ENTRIES - wrong.numel()]]).sort().values
+    wrong = wrong[: max(MAX_ENTRIES // 2, MAX_ENTRIES - right.numel())]
+    return torch.cat([wrong, right[: MAX_ENTRIES - wrong.numel()]]).sort().values

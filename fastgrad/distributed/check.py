@@ -118,7 +118,7 @@ def check(
     ... ).passed
     True
     """
-    _refuse(func, keywords)
+    _reject(func, keywords)
     arguments = as_tuple(inputs)
     checked = _checked(arguments)
     placed = _each("placements", placements, len(arguments)), _each("gradients", gradients, len(arguments))
@@ -137,7 +137,7 @@ def check(
     with ranks.within_time():
         try:
             all_about = ranks.gather(about)
-            _refuse_what_does_not_fit(all_about, checked)
+            _reject_what_does_not_fit(all_about, checked)
             if ranks.rank != 0:
                 outcome = follow(ranks, member)
                 if isinstance(outcome, BaseException):
@@ -152,7 +152,7 @@ def check(
             random.restore()
 
 
-def _refuse(func: object, keywords: Mapping[str, Any]) -> None:
+def _reject(func: object, keywords: Mapping[str, Any]) -> None:
     check_callable(func)
     unknown = sorted(set(keywords) & set(_NOT_HERE))
     if unknown:
@@ -239,7 +239,7 @@ def _result_spaces(outputs: Any, gradients: Any) -> tuple[Space, ...] | None:
     )
 
 
-def _refuse_what_does_not_fit(ranks: Sequence[_About], checked: Sequence[int]) -> None:
+def _reject_what_does_not_fit(ranks: Sequence[_About], checked: Sequence[int]) -> None:
     """Raises if the calls of the ranks differ, or their parts do not form a tensor."""
     first = ranks[0]
     for rank, other in enumerate(ranks):

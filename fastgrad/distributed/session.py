@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastgrad.core.ranks import RankError, Ranks, Trouble, trouble
+from fastgrad.core.ranks import RankError, RankFailure, Ranks, rank_failure
 from fastgrad.distributed.placements import Difference, Space, difference, dual, parts_of, whole_of
 from fastgrad.problem.arguments import as_tuple
 
@@ -286,10 +286,10 @@ class Session:
         except RankError as error:
             self.broken = error
             raise
-        troubles = [answer for answer in answers if isinstance(answer, Trouble)]
-        if troubles:
-            failed = RankError(_in_words(troubles, self._ranks.count))
-            if any(one.collective for one in troubles) or len(troubles) < len(answers):
+        failures = [answer for answer in answers if isinstance(answer, RankFailure)]
+        if failures:
+            failed = RankError(_in_words(failures, self._ranks.count))
+            if any(one.collective for one in failures) or len(failures) < len(answers):
                 self.broken = failed
             raise failed
         return answers
@@ -313,11 +313,11 @@ def follow(ranks: Ranks, member: Member) -> Any:
         ranks.answer(_attempt(member, order, ranks.rank))
 
 
-def _attempt(member: Member, order: Order, rank: int) -> Answer | Trouble:
+def _attempt(member: Member, order: Order, rank: int) -> Answer | RankFailure:
     try:
         return member.obey(order)
     except Exception as error:
-        return trouble(rank, error)
+        return rank_failure(rank, error)
 
 
 def cotangent_parts(cotangent: Tensor, space: Space, like: Sequence[Tensor]) -> Parts:
@@ -334,13 +334,13 @@ def _by_result(answers: Sequence[Answer]) -> tuple[list[Parts], list[bool]]:
     return parts, [any(require) for require in zip(*(answer.differentiable for answer in answers), strict=True)]
 
 
-def _in_words(troubles: Sequence[Trouble], count: int) -> str:
+def _in_words(failures: Sequence[RankFailure], count: int) -> str:
     """Describes errors of ranks, the cause first; a rank that timed out waited for another rank."""
-    raised = [one for one in troubles if not one.collective]
-    waited = [one for one in troubles if one.collective]
+    raised = [one for one in failures if not one.collective]
+    waited = [one for one in failures if one.collective]
     parts = [f"rank {one.rank} raised {one.text}" for one in raised]
     parts += [f"rank {one.rank} timed out in {one.collective}" for one in waited]
-    others = sorted(set(range(count)) - {one.rank for one in troubles})
+    others = sorted(set(range(count)) - {one.rank for one in failures})
     if waited and others:
         verb = "ranks" if len(others) > 1 else "rank"
         parts.append(f"{verb} {', '.join(map(str, others))} did not enter it")

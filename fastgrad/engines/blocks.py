@@ -19,10 +19,10 @@ REPEAT_SCALE = -4.0
 also detects a backward that clamps grad_output (at less than 4), takes its sign or squares it. Its size is a power of
 two, so that a linear backward gives the same bits."""
 
-MOST_AT_ONCE = 1 << 14
+MAX_AT_ONCE = 1 << 14
 """Largest number of coordinates of inputs and outputs for which many VJPs are run in one call of native code."""
 
-MOST_CACHED = 1 << 10
+MAX_CACHED = 1 << 10
 """Largest number of output coordinates for which grad_outputs are cached (40 kB), because a test suite checks many
 functions of the same shapes."""
 

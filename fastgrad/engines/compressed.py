@@ -187,7 +187,7 @@ def numerical_entries(problem: Problem, plan: Plan, compression: Compression, ep
 
     Raises
     ------
-    RefusedError
+    RejectedError
         The plan requires replays, and func cannot be captured.
     """
     if plan.replayed:

@@ -33,7 +33,7 @@ from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import relative_step
-from fastgrad.engines.executor import RefusedError, UnsuitableError
+from fastgrad.engines.executor import RejectedError, UnsuitableError
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 
@@ -41,15 +41,15 @@ EAGER_STEPS = 3
 """Number of steps that are run before the capture, on its stream, so that func's caches, library handles and autotuning
 are initialized."""
 
-FEWEST = 16
+MIN_COLUMNS = 16
 """Least number of steps for which capturing pays off."""
 
-MOST_TOGETHER = 4
+MAX_TOGETHER = 4
 """Largest number of steps in one graph. The host launches this many in less time than the device takes to run them.
 Capturing more takes more time than it saves: on an H200, capturing 31 steps of ten kernels each took half the time of
 1,000 columns."""
 
-FEWEST_REPLAYS = 32
+MIN_REPLAYS = 32
 """Least number of replays for which a graph gets several steps. On the host, capturing a step takes as long as running
 it."""
 
@@ -103,14 +103,14 @@ def difference_columns(problem: Problem, first: int, count: int, eps: float, rec
 
     Raises
     ------
-    RefusedError
+    RejectedError
         func, or what it calls, cannot be captured.
     """
     columns = torch.empty(count, problem.m, dtype=torch.float64, device=problem.device)
     for block in problem.inputs:
         low, high = max(block.first, first), min(block.end, first + count)
         rows = columns[low - first : max(low, high) - first]
-        if high - low >= FEWEST:
+        if high - low >= MIN_COLUMNS:
             _replay(problem, block, low, rows, eps, record_graph)
         elif high > low:
             rows.copy_(problem.difference_columns(low, high - low, eps, record_graph))
@@ -132,7 +132,7 @@ def difference_groups(
 
     Raises
     ------
-    RefusedError
+    RejectedError
         func, or what it calls, cannot be captured.
     """
     steps = problem.displacement(torch.ones(problem.n, dtype=torch.float64, device=problem.device), eps)
@@ -167,10 +167,10 @@ def analytical_rows(
 
     Raises
     ------
-    RefusedError
+    RejectedError
         Backward cannot be captured, or a gradient differs from its input in shape, dtype or layout.
     """
-    if counts[0] < FEWEST:
+    if counts[0] < MIN_COLUMNS:
         for count in counts:
             yield problem.analytical_rows(output, imaginary, first, count, inputs)[0]
             first += count
@@ -198,7 +198,7 @@ def analytical_rows(
                 elif (own.shape, own.dtype, own.layout) == expected:
                     native.flatten_(segment, own)
                 else:
-                    raise RefusedError("a gradient differs from its input in shape, dtype or layout")
+                    raise RejectedError("a gradient differs from its input in shape, dtype or layout")
 
         return step
 
@@ -266,7 +266,7 @@ class _Replays:
         """
         self._problem, self._who = problem, who
         self._begin, self._first, self._rows = begin, first, rows
-        self._together = max(1, min(MOST_TOGETHER, count // FEWEST_REPLAYS))
+        self._together = max(1, min(MAX_TOGETHER, count // MIN_REPLAYS))
         self._graph: Any = None
 
     def take(self, count: int) -> None:
@@ -279,10 +279,10 @@ class _Replays:
                 try:
                     with cuda.stream(side):
                         self._capture()
-                except RefusedError:
+                except RejectedError:
                     raise
                 except Exception as error:
-                    raise _refused(f"{who} cannot be captured", error) from error
+                    raise _rejected(f"{who} cannot be captured", error) from error
                 finally:
                     current.wait_stream(side)
                     problem.restore()
@@ -297,7 +297,7 @@ class _Replays:
                         self._steps(count % self._together)
                     self._steps.fill_from_the_first()
             except Exception as error:
-                raise _refused(f"{who} cannot be repeated", error) from error
+                raise _rejected(f"{who} cannot be repeated", error) from error
             finally:
                 current.wait_stream(side)
 
@@ -321,11 +321,11 @@ class _Replays:
             self._problem.restore()  # no step restores the coordinate that the last step perturbed
 
 
-def _refused(what: str, error: Exception) -> RefusedError:
-    """The error to raise: an UnsuitableError if a CUDA library raised, otherwise a RefusedError."""
+def _rejected(what: str, error: Exception) -> RejectedError:
+    """The error to raise: an UnsuitableError if a CUDA library raised, otherwise a RejectedError."""
     of_cuda = isinstance(error, RuntimeError) and _OF_CUDA.search(str(error)) is not None
     of_cuda = of_cuda or isinstance(error, OUT_OF_MEMORY)
-    return (UnsuitableError if of_cuda else RefusedError)(f"{what} ({type(error).__name__})")
+    return (UnsuitableError if of_cuda else RejectedError)(f"{what} ({type(error).__name__})")
 
 
 class _Steps:
@@ -360,9 +360,9 @@ def _run_eagerly(problem: Problem, steps: _Steps, who: str) -> None:
     for _ in range(EAGER_STEPS - 1):
         steps(1)
     if not torch.equal(generator.get_state(), drawn):
-        raise RefusedError(f"{who} draws random numbers")
+        raise RejectedError(f"{who} draws random numbers")
     if problem.mutates_inputs:
-        raise RefusedError("func changes its inputs")
+        raise RejectedError("func changes its inputs")
 
 
 def _capture(step: Callable[[], None], device: torch.device, error_mode: str) -> Any:
@@ -420,19 +420,19 @@ class _Watch(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         for tag, what in _UNFIT.items():
             if tag in op.tags:
-                raise RefusedError(f"{self._who} {what}")
+                raise RejectedError(f"{self._who} {what}")
         if cuda.current_stream(self._device) != self._stream:
-            raise RefusedError(f"{self._who} uses streams of its own")
+            raise RejectedError(f"{self._who} uses streams of its own")
         result = op(*args, **kwargs)
         for given in torch_private.tensors_in((args, kwargs)):
             # A CPU scalar that is not copied is part of the launch, and the same in every replay.
             if given.device != self._device and (given.dim() > 0 or "copy" in op.__name__):
-                raise RefusedError(f"{self._who} uses memory of another device")
+                raise RejectedError(f"{self._who} uses memory of another device")
             if _memory(given) not in self._made:
                 self._kept.append(given)
         for made in torch_private.tensors_in(result):
             if made.device != self._device:
-                raise RefusedError(f"{self._who} uses memory of another device")
+                raise RejectedError(f"{self._who} uses memory of another device")
             self._made.add(_memory(made))
         return result
 

@@ -36,7 +36,7 @@ def row_blocks(
 
     Raises
     ------
-    RefusedError
+    RejectedError
         The plan requires replays, and they are not possible.
     """
     inputs = _inputs_within(problem, first, columns)
@@ -98,7 +98,7 @@ def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Itera
 
     Raises
     ------
-    RefusedError
+    RejectedError
         The plan requires batches or replays, and they are not possible or do not agree with single evaluations.
     """
     if problem.n == 0:
@@ -127,7 +127,7 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
         columns = cuda_graph.difference_columns(problem, first, count, eps, record_graph)
     error = _disagreement(problem, settings, first, columns, record_graph)
     if error > 1:
-        refused = executor.RefusedError if error > executor.MOVED else executor.UnsuitableError
+        refused = executor.RejectedError if error > executor.MOVED else executor.UnsuitableError
         raise refused("the columns do not agree with columns computed one by one")
     return columns
 

@@ -32,11 +32,11 @@ SINGLES = 4
 """Number of columns or rows that are computed one call at a time for comparison."""
 
 
-class RefusedError(Exception):
+class RejectedError(Exception):
     """Columns or rows cannot be computed by batches or replays, or are wrong; the message says why."""
 
 
-class UnsuitableError(RefusedError):
+class UnsuitableError(RejectedError):
     """Columns or rows cannot be computed by batches or replays, for a reason that does not concern func.
 
     Memory does not suffice, a CUDA library or another thread forbids the capture, or results are rounded differently.
@@ -77,7 +77,7 @@ def speedup(
 
     Raises
     ------
-    RefusedError
+    RejectedError
         The results differ, or `several` raises this error.
     """
     singles = min(SINGLES, count)
@@ -89,17 +89,17 @@ def speedup(
     found = several(first, count)
     end = clock(problem.device)
     if not torch.allclose(found[-singles:], expected, rtol=0.0, atol=atol):
-        raise RefusedError("the values differ from those of single calls")
+        raise RejectedError("the values differ from those of single calls")
     return (between - begin) / singles * count / (end - between)
 
 
-def is_lead(error: RefusedError, trial: Callable[[], object]) -> bool:
+def is_lead(error: RejectedError, trial: Callable[[], object]) -> bool:
     """Whether a trial that was refused succeeds when repeated, which suggests that func returned other values once."""
     if isinstance(error, UnsuitableError):
         return False
     try:
         trial()
-    except RefusedError:
+    except RejectedError:
         return False
     return True
 

@@ -25,7 +25,7 @@ from fastgrad.structure.sparsity import few
 BLOCK_BYTES = 1 << 20
 """Bytes of analytical rows that are held at a time: a few blocks of this size stay in the cache."""
 
-FEWEST_COLUMNS = 2
+MIN_COLUMNS = 2
 """Least number of numerical columns at a time, because the two coordinates of a complex element are compared together.
 """
 
@@ -48,7 +48,7 @@ EXACT_CALLS = 256
 """Largest number of evaluations and VJPs for which the dense engine decides what the first step size of a sketch leaves
 undecided. The other step sizes, and entries that are measured separately, would take at least that many calls."""
 
-MOST_OPEN_CALLS, MOST_OPEN_CALLS_OF_CUSTOM = 200, 65
+MAX_UNDECIDED_CALLS, MAX_UNDECIDED_CALLS_OF_CUSTOM = 200, 65
 """Largest number of evaluations and VJPs for which all entries of a small check are compared if its sums decide
 nothing; and the same for a custom backward, whose rows only the complete check compares. Sums at other steps take about
 30 evaluations and 35 VJPs, and each call takes several times as long as in native code."""
@@ -63,19 +63,19 @@ SMALL_CALLS = 1000
 """Largest number of evaluations and VJPs for which the dense engine runs instead of re-measuring entries, which takes
 fifty calls per entry."""
 
-MOST_DENSE_CALLS = 400_000
+MAX_DENSE_CALLS = 400_000
 """Largest number of evaluations and VJPs for which the dense engine runs if no pattern explains the results. If it
 needs more, the check is undecided. If a call of the function takes a millisecond, this many calls take some minutes."""
 
-COLUMNS_WORTH_PROBING = 32
+MIN_COLUMNS_FOR_PROBING = 32
 """Least number of columns for which probing may pay off, and for which a guess that the first look did not test is
 worth one more evaluation."""
 
-COLUMNS_WORTH_A_LOOK = 12
+MIN_COLUMNS_FOR_FIRST_LOOK = 12
 """Least number of columns for which it pays off to test, by two evaluations, whether differences need a graph. Without
 a graph, the two evaluations per column are cheaper."""
 
-FEWEST_PROBES = 14
+MIN_PROBES = 14
 """Least number of calls for probing: with fewer, blocks are halved three times at most, and no pattern is found."""
 
 
@@ -131,9 +131,9 @@ def small_pattern_pays(problem: SmallProblem, column_groups: int, rows: int) -> 
     return dense_seconds(problem, seconds) > costs.small_pattern_seconds + calls * seconds
 
 
-def compares_open_entries(problem: Problem | SmallProblem, settings: Settings) -> bool:
+def compares_undecided_entries(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether all entries, instead of sums at other steps, are compared if the sums of a small check decide nothing."""
-    most = MOST_OPEN_CALLS_OF_CUSTOM if problem.is_custom else MOST_OPEN_CALLS
+    most = MAX_UNDECIDED_CALLS_OF_CUSTOM if problem.is_custom else MAX_UNDECIDED_CALLS
     return settings.engine == "auto" and not settings.check_forward_ad and 2 * problem.n + problem.m <= most
 
 
@@ -142,10 +142,10 @@ def is_affordable(problem: Problem) -> bool:
     return problem.n * problem.m <= AFFORDABLE_ENTRIES and 2 * problem.n + problem.m <= AFFORDABLE_CALLS
 
 
-def looks_first(problem: Problem | SmallProblem, settings: Settings) -> bool:
+def takes_first_look(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to pay off."""
     seconds = dense_seconds(problem, usual_seconds(problem, problem.undisturbed_seconds))
-    if not problem.m or (problem.n < COLUMNS_WORTH_A_LOOK and seconds <= cost_model.COSTS.single_calls_seconds):
+    if not problem.m or (problem.n < MIN_COLUMNS_FOR_FIRST_LOOK and seconds <= cost_model.COSTS.single_calls_seconds):
         return False
     return settings.engine == "compressed" or seconds >= cost_model.COSTS.guess_seconds
 
@@ -182,7 +182,7 @@ def dense_is_small(problem: Problem, settings: Settings, most: int = SMALL_CALLS
 
 def can_be_dense(problem: Problem, settings: Settings) -> bool:
     """Whether the dense engine may decide what a pattern does not explain."""
-    return settings.engine != "compressed" and 2 * problem.n + problem.m <= MOST_DENSE_CALLS
+    return settings.engine != "compressed" and 2 * problem.n + problem.m <= MAX_DENSE_CALLS
 
 
 def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> Budget:
@@ -191,17 +191,17 @@ def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> B
         *_probes(problem, settings, look),
         _paying_entries(problem, settings, look),
         admitted_entries(settings, problem.n * problem.m),
-        _looks(problem, settings),
+        _guess_evaluations(problem, settings),
         _aligning_calls(problem, settings, look),
     )
 
 
-def _looks(problem: Problem, settings: Settings) -> int:
+def _guess_evaluations(problem: Problem, settings: Settings) -> int:
     """Number of evaluations that may be spent on guesses that the first look did not test."""
     share = (2 * problem.n + problem.m) // cost_model.COSTS.exploring_share
     if settings.engine == "compressed":
         return max(64, share)
-    return share if problem.n >= COLUMNS_WORTH_PROBING else 0
+    return share if problem.n >= MIN_COLUMNS_FOR_PROBING else 0
 
 
 def _aligning_calls(problem: Problem, settings: Settings, look: FirstLook) -> int:
@@ -217,11 +217,11 @@ def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int,
     calls = 2 * problem.n + problem.m
     if settings.engine == "compressed":
         return max(64, calls), max(64, calls)
-    if problem.n < COLUMNS_WORTH_PROBING or dense_seconds(problem, look.seconds) < cost_model.COSTS.probe_seconds:
+    if problem.n < MIN_COLUMNS_FOR_PROBING or dense_seconds(problem, look.seconds) < cost_model.COSTS.probe_seconds:
         return 0, 0
     is_likely = look.reacted is not None and not look.reacted.all()
     budget = calls // (cost_model.COSTS.likely_share if is_likely else cost_model.COSTS.exploring_share)
-    if budget < FEWEST_PROBES:
+    if budget < MIN_PROBES:
         return 0, 0
     # Three evaluations precede the probes. Two VJPs, on a graph that is recorded again, test them afterwards.
     return budget - 6, calls // cost_model.COSTS.likely_share - 6
@@ -267,7 +267,7 @@ def replays_groups(problem: Problem, settings: Settings, look: FirstLook, count:
 
     needed = 8 * count * problem.m
     return (
-        count >= cuda_graph.FEWEST
+        count >= cuda_graph.MIN_COLUMNS
         and needed <= _memory_limit(settings, needed, problem.device)
         and executor.obstacle(problem) is None
         and cuda_graph.obstacle(problem) is None
@@ -322,7 +322,7 @@ def most_vectorized_rows(problem: Problem | SmallProblem, seconds: float) -> int
 
 def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
     """A dense plan with a quarter of the columns at a time, after `plan` ran out of memory; None if it has too few."""
-    columns = max(FEWEST_COLUMNS, plan.columns_per_pass // 4)
+    columns = max(MIN_COLUMNS, plan.columns_per_pass // 4)
     if columns >= min(plan.columns_per_pass, problem.n):
         return None
     return replace(
@@ -351,7 +351,7 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
 
         held = batch * vmapped.column_bytes(problem)
     room = limit - held if settings.memory_limit is not None else limit
-    columns = max(FEWEST_COLUMNS, min(problem.n, room // column_bytes))
+    columns = max(MIN_COLUMNS, min(problem.n, room // column_bytes))
     rows_replayed, also_said = _row_strategy(problem, settings, look) if look is not None else (False, "")
     # On a device, small blocks gain nothing from a cache. Several ranks wait for each other at each block.
     is_large = rows_replayed or problem.ranks > 1
@@ -383,7 +383,7 @@ def _reason(engine: Engine) -> str:
 @lru_cache(64)
 def small_plan(n: int, m: int, engine: Engine) -> Plan:
     """The plan that `make_plan` makes for one block of rows and one pass over the columns."""
-    columns, rows = max(FEWEST_COLUMNS, n), max(1, BLOCK_BYTES // (8 * max(1, n)))
+    columns, rows = max(MIN_COLUMNS, n), max(1, BLOCK_BYTES // (8 * max(1, n)))
     memory = 8 * (columns * max(1, m) + min(rows, m) * n)
     return Plan("dense", columns, rows, True, _reason(engine), memory=memory)
 
@@ -413,7 +413,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
     imports_compiler = not (problem.records_differences or torch_private.compiler_is_imported())
     if imports_compiler and 2 * problem.n * look.measured < costs.compiler_seconds:
         said += "; no vmapped batches: torch.func.vjp would import torch's compiler, which takes longer"
-    elif not record_graph and size >= vmapped.FEWEST:
+    elif not record_graph and size >= vmapped.MIN_COLUMNS:
         reason = vmapped.obstacle(problem, eps)
         said += f"; no vmapped batches: {reason}" if reason is not None else ""
         if reason is None:
@@ -422,7 +422,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
         reason = cuda_graph.obstacle(problem)
         said += f"; no CUDA graph: {reason}" if reason is not None else ""
         if reason is None:
-            ways.append((None, True, "replays of a CUDA graph", replay, cuda_graph.FEWEST, problem.n))
+            ways.append((None, True, "replays of a CUDA graph", replay, cuda_graph.MIN_COLUMNS, problem.n))
     found: tuple[int | None, bool] = None, False
     best = cost_model.COSTS.trial_gain * problem.ranks  # only rank 0 uses batches and replays
     for columns_a_batch, replayed, name, columns, fewest, most in ways:
@@ -430,7 +430,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
         trial = partial(executor.speedup, problem, settings.atol, block.first, count, single, columns)
         try:
             gain = trial()
-        except executor.RefusedError as error:
+        except executor.RejectedError as error:
             said += f"; {name}: {error}"
             if executor.is_lead(error, trial):
                 problem.irreproducible.append(f"in {name}")
@@ -453,8 +453,12 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
     from fastgrad.engines import cuda_graph  # imported here to keep `import fastgrad` fast
 
     output = max(problem.outputs, key=lambda block: block.tensor.numel())
-    count = _sample(output.tensor.numel(), cuda_graph.FEWEST, output.tensor.numel())
-    if count < cuda_graph.FEWEST or executor.obstacle(problem) is not None or cuda_graph.obstacle(problem) is not None:
+    count = _sample(output.tensor.numel(), cuda_graph.MIN_COLUMNS, output.tensor.numel())
+    if (
+        count < cuda_graph.MIN_COLUMNS
+        or executor.obstacle(problem) is not None
+        or cuda_graph.obstacle(problem) is not None
+    ):
         return False, ""
 
     def single(first: int, count: int) -> Tensor:
@@ -467,7 +471,7 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
     trial = partial(executor.speedup, problem, settings.atol, 0, count, single, replay)
     try:
         gain = trial()
-    except executor.RefusedError as error:
+    except executor.RejectedError as error:
         if executor.is_lead(error, trial):
             problem.irreproducible.append("in replays of a VJP")
         return False, f"; replays of a VJP: {error}"

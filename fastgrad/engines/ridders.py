@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastgrad.core.errors import raise_if_transient, unless_refused
+from fastgrad.core.errors import raise_if_transient, unless_rejected
 from fastgrad.core.precision import ROUNDING, spacing
 from fastgrad.core.tensors import near
 from fastgrad.problem.coordinates import block_with, per_coordinate
@@ -54,17 +54,17 @@ ROUNDED = 2.0**-6
 """The largest rounding inside func, relative to its change at eps. With larger rounding, the rounded function is
 treated as func itself."""
 
-MATTERS = 1 / 8
+SHARE_THAT_MATTERS = 1 / 8
 """Share of the tolerance from which the difference between the slope at eps and that of smaller steps matters."""
 
-LEAST_STAIRS = 8
+MIN_STAIRS = 8
 """The least number of stairs of a staircase between the two points of the widest step, which is at most WIDER * eps."""
 
 JUMP_RESIDUAL = 1 / 16
 """A line is fitted to func's changes. Its constant is a jump of func at x if the changes deviate from the line by at
 most this share of the constant. If it comes from rounding inside func, they deviate by at least half of it."""
 
-LEAST_JUMP_STEPS = 6
+MIN_JUMP_STEPS = 6
 """The least number of steps of at most eps that show a jump."""
 
 FINEST_STEPS = 4
@@ -343,8 +343,8 @@ def _is_rounded(one: Measured, slopes: Tensor, values: Tensor, errors: Tensor, o
     # If rounding of the outputs explains the distance at all wider steps, the slopes may be equal by chance.
     straight &= (wider & (distance * one.widths > one.rounding)).any(0)
     allowed = own.allowed(values.nan_to_num())
-    is_precise = errors <= MATTERS * distance
-    return straight & (distance > torch.where(is_precise, MATTERS * allowed, allowed))
+    is_precise = errors <= SHARE_THAT_MATTERS * distance
+    return straight & (distance > torch.where(is_precise, SHARE_THAT_MATTERS * allowed, allowed))
 
 
 def _is_staircase(one: Measured, values: Tensor, own: Tolerances) -> Tensor:
@@ -365,9 +365,9 @@ def _is_staircase(one: Measured, values: Tensor, own: Tolerances) -> Tensor:
     widest = used.to(torch.int8).argmax(0, keepdim=True)
     rise, width, bend, change = (some.gather(0, widest)[0] for some in (rest, widths, one.bends, one.changes))
     off = torch.where(used, rest - rise / width * widths, 0.0).abs().amax(0)
-    matters = (rise / width).abs() > MATTERS * own.allowed(values)
+    matters = (rise / width).abs() > SHARE_THAT_MATTERS * own.allowed(values)
     flat = ~(is_stair & (steps <= ROUNDED / 4 * eps)).any(0)
-    straight = (off <= 2 * height) & (rise.abs() >= LEAST_STAIRS * height) & (bend.abs() <= rise.abs() / 4)
+    straight = (off <= 2 * height) & (rise.abs() >= MIN_STAIRS * height) & (bend.abs() <= rise.abs() / 4)
     return matters & flat & straight & (change.abs() >= rise.abs() / 2)
 
 
@@ -398,7 +398,7 @@ def _jumps(one: Measured, own: Tolerances) -> Tensor:
     rest = torch.where(used, change - slope * width, 0.0)
     jump = rest.sum(0) / count
     off = torch.where(used, rest - jump, 0.0).abs().amax(0) if len(one.steps) else jump
-    seen = (used & (one.steps <= one.eps)).sum(0) >= LEAST_JUMP_STEPS
+    seen = (used & (one.steps <= one.eps)).sum(0) >= MIN_JUMP_STEPS
     seen &= (off <= JUMP_RESIDUAL * jump.abs()) & (jump.abs() > 2 * one.eps * own.allowed(slope))
     return torch.where(seen, jump, 0.0)
 
@@ -442,7 +442,7 @@ def _at_eps(
     def sides() -> tuple[Tensor, ...]:
         return tuple(problem.evaluate(record_graph, displacement, sign)[rows] for sign in (1.0, -1.0))
 
-    both = unless_refused(sides)
+    both = unless_rejected(sides)
     if both is None:  # one side is outside func's domain
         missing = torch.full_like(base, torch.nan)
         return missing, missing, missing

@@ -34,7 +34,7 @@ KINK = 1e-2
 """If one-sided derivatives differ from the central one by more than this share, func is not smooth within a step."""
 
 
-GONE = 64
+NOISE_DROP = 64
 """Noise counts as gone, and not as different rounding in each run, if a repeated measurement is this many times
 smaller."""
 
@@ -91,7 +91,7 @@ class Differences:
         return self.derivatives.abs().amax(0)
 
 
-def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, rounding: Tensor | float) -> bool:
+def derivatives_vary(settings: Settings, again: Tensor, derivative: Tensor, rounding: Tensor | float) -> bool:
     """Whether repeated differences, shape (..., m), show that func returned other values than at first.
 
     rounding: the error of a difference if func's values are off by one ulp, as may happen from run to run.
@@ -101,7 +101,7 @@ def derivatives_move(settings: Settings, again: Tensor, derivative: Tensor, roun
     return not bool(near(again, derivative, allowed).all())
 
 
-def func_moves(
+def func_varies(
     settings: Settings,
     rounding: Tensor | float,
     differences: Measured,
@@ -118,7 +118,7 @@ def func_moves(
     Parameters
     ----------
     rounding
-        As in `derivatives_move`.
+        As in `derivatives_vary`.
     measure
         Repeats the given number of differences; returns None if func does not return its outputs.
     is_quiet
@@ -132,12 +132,12 @@ def func_moves(
         again = measure(count)
         if again is None:
             return False
-        if derivatives_move(settings, again.derivatives, differences.derivatives[:count], rounding):
+        if derivatives_vary(settings, again.derivatives, differences.derivatives[:count], rounding):
             return True
         if not is_quiet(again) and not float(again.noise.norm()) < noise / 2:
             return values_move()
     assert again is not None
-    return is_quiet(again) or float(again.noise.norm()) < noise / GONE
+    return is_quiet(again) or float(again.noise.norm()) < noise / NOISE_DROP
 
 
 def contradicts(
@@ -149,9 +149,9 @@ def contradicts(
     differences are not near the better ones.
     """
     rounding = before.rounding * base.abs()
-    if not derivatives_move(settings, better.derivatives, before.derivatives, rounding):
+    if not derivatives_vary(settings, better.derivatives, before.derivatives, rounding):
         return False
-    return derivatives_move(settings, repeat().derivatives, before.derivatives, rounding)
+    return derivatives_vary(settings, repeat().derivatives, before.derivatives, rounding)
 
 
 @phase("directional differences")

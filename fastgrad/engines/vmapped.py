@@ -23,18 +23,18 @@ from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import relative_step
-from fastgrad.engines.executor import RefusedError, UnsuitableError
+from fastgrad.engines.executor import RejectedError, UnsuitableError
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 
-FEWEST = 4
+MIN_COLUMNS = 4
 """Least number of columns of a batch."""
 
 TRIED = 16
 """Least number of columns of a trial: with fewer, the time of the call itself hides the time of each column."""
 
-MOST = 512
+MAX_COLUMNS = 512
 """Largest number of columns of a batch."""
 
 HOST_BYTES = 4 << 20
@@ -48,13 +48,13 @@ def column_bytes(problem: Problem) -> int:
 
 
 def largest(problem: Problem, limit: int | None) -> int:
-    """Largest number of columns of a batch; if fewer than FEWEST, there are no batches.
+    """Largest number of columns of a batch; if fewer than MIN_COLUMNS, there are no batches.
 
     limit: the memory limit in bytes, of which a batch may take an eighth; None: there is none.
     """
     room = DEVICE_BYTES if problem.device.type == "cuda" else HOST_BYTES
     room = room if limit is None else min(room, limit // 8)
-    return min(MOST, problem.n, room // column_bytes(problem))
+    return min(MAX_COLUMNS, problem.n, room // column_bytes(problem))
 
 
 READING = frozenset(
@@ -139,7 +139,7 @@ def difference_columns(
 
     Raises
     ------
-    RefusedError
+    RejectedError
         func raises in a batch, or returns another kind of output than at first.
     """
     columns = torch.empty(count, problem.m, dtype=torch.float64, device=problem.device)
@@ -156,7 +156,7 @@ def difference_columns(
             except Exception as error:
                 raise_if_transient(error, evaluate)
                 if single is None:
-                    raise RefusedError(f"func raises {type(error).__name__}") from error
+                    raise RejectedError(f"func raises {type(error).__name__}") from error
                 columns[some.start : high - first] = single(begin, high - begin)
                 break
             torch.sub(plus, minus, out=columns[some]).div_(widths[some].unsqueeze(1))

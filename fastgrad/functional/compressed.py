@@ -41,7 +41,7 @@ PROBING_SHARE = 4
 ALIGNING_SHARE = 10
 """Testing for aligned dimensions takes at most one product per this many rows."""
 
-SAVES = 2
+MIN_SAVING = 2
 """The least ratio of rows to products for which compression is worth it."""
 
 CERTIFICATES = 2
@@ -165,7 +165,7 @@ class _Maps:
             starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
             colors = coloring.color(starts, members, pattern.m)
             found.append(_Scheme(self.columns, colors, colors[pattern.columns], pattern.rows()))
-        found = [scheme for scheme in found if SAVES * (scheme.count + CERTIFICATES) <= self.rows.m]
+        found = [scheme for scheme in found if MIN_SAVING * (scheme.count + CERTIFICATES) <= self.rows.m]
         return sorted(found, key=lambda scheme: scheme.count)
 
 

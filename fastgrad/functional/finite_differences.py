@@ -21,7 +21,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.precision import spacing
 from fastgrad.core.tensors import largest
 from fastgrad.engines.compressed import Compression
-from fastgrad.engines.plan import COLUMNS_WORTH_PROBING
+from fastgrad.engines.plan import MIN_COLUMNS_FOR_PROBING
 from fastgrad.engines.ridders import LARGEST_STEP, extrapolate, measured, settled
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
@@ -32,11 +32,11 @@ SECOND_STEPS = tuple(2.0 ** -(3 + 2 * k) for k in range(11))
 """Steps of second differences, relative to max(|x|, 1) of a coordinate. The differences of the last steps show only
 rounding."""
 
-MOST_NOISE = 2.0**10
+MAX_NOISE = 2.0**10
 """Largest noise of second differences, in units of rounding. If the differences of the finest steps scatter more, for
 example because all steps cross a pole, no step resolves func."""
 
-CLOSER = 2.0**-6
+CLOSER_SHARE = 2.0**-6
 """Factor from the step of one-sided derivatives to a smaller step. At a kink, the gap between the derivatives does not
 shrink; on a smooth curve, it shrinks with the step."""
 
@@ -100,7 +100,7 @@ def _detection_settings(problem: Problem) -> Settings:
     default = Settings()
     resolving = 4 * problem.unit_roundoff * largest(problem.base()) / default.atol
     eps = min(LARGEST_STEP, max(_step(problem), resolving))
-    return replace(default, eps=eps, engine="compressed" if problem.n >= COLUMNS_WORTH_PROBING else "auto")
+    return replace(default, eps=eps, engine="compressed" if problem.n >= MIN_COLUMNS_FOR_PROBING else "auto")
 
 
 def _groups(problem: Problem, compression: Compression | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -120,12 +120,12 @@ def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool
     # Without rtol, the smallest absolute error is the best.
     found = settled([measured(problem, columns, rows, record_graph, eps)], Tolerances(atol=settings.atol, rtol=0.0))
     mean, gap = (found.left + found.right) / 2, (found.left - found.right).abs()
-    is_open = found.values.isnan()
-    values = torch.where(is_open, mean, found.values)
+    is_undecided = found.values.isnan()
+    values = torch.where(is_undecided, mean, found.values)
     size = torch.maximum(found.left.abs(), found.right.abs())
-    errors = torch.where(is_open, torch.inf, found.errors)
+    errors = torch.where(is_undecided, torch.inf, found.errors)
     # Small steps at which func changes by less than its internal rounding agree on another slope, often zero.
-    rounded = found.doubtful & ~is_open
+    rounded = found.doubtful & ~is_undecided
     if bool(rounded.any()):
         first = (found.widths != 0).to(torch.int8).argmax(1, keepdim=True)
         widest = (found.changes.gather(1, first) / found.widths.gather(1, first)).squeeze(1)
@@ -142,9 +142,11 @@ def _gap_closer(problem: Problem, columns: Tensor, rows: Tensor, record_graph: b
     direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     direction[columns] = 1.0
     displacement = problem.displacement(direction, eps)
-    base, plus, minus = (problem.evaluate(record_graph, displacement, scale * CLOSER) for scale in (0.0, 1.0, -1.0))
+    base, plus, minus = (
+        problem.evaluate(record_graph, displacement, scale * CLOSER_SHARE) for scale in (0.0, 1.0, -1.0)
+    )
     bends = (plus - base - (base - minus)).abs()
-    return bends[rows] / (displacement[columns] * CLOSER)
+    return bends[rows] / (displacement[columns] * CLOSER_SHARE)
 
 
 def derivative_along(
@@ -256,7 +258,7 @@ def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tenso
         widths.unsqueeze(1).expand_as(slopes),
         4 * rounding.expand(slopes.shape[1]),
         Tolerances(atol=1.0, rtol=0.0),
-        most_noise=MOST_NOISE,
+        most_noise=MAX_NOISE,
     )
     return torch.where(values.isnan(), slopes[len(slopes) // 2], values), errors
 

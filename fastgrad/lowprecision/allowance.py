@@ -40,7 +40,7 @@ at most 1; two percent allow for earlier rounding in a finer dtype."""
 SHARE_ONCE = 0.9
 """Share of entries that must be rounded once for the smaller allowance to apply."""
 
-FEWEST_ONCE = 20
+MIN_ONCE = 20
 """Least number of nonzero entries for this decision."""
 
 ALLOWED_ONCE = 1.1
@@ -141,7 +141,7 @@ def is_rounded_once(error: Tensor, size: Tensor, inputs: Coordinates) -> bool:
     error, size: moduli of differences and of the reference, shape (count, n).
     """
     nonzero = (size > 0) & error.isfinite()
-    if int(nonzero.sum()) < FEWEST_ONCE:
+    if int(nonzero.sum()) < MIN_ONCE:
         return False
     within = error <= ONCE * inputs.units * size + inputs.subnormals
     return float(within[nonzero].double().mean()) >= SHARE_ONCE

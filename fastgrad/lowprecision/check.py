@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks import order
-from fastgrad.checks.complete import attribute_failure
+from fastgrad.checks.complete import other_checks_failure
 from fastgrad.checks.description import environment, subject
 from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.native import Layout
@@ -38,13 +38,13 @@ SAME_DRAW = 16.0
 """Allowed difference of two runs of func with the same random state, in units of the largest value: atomic additions
 may run in another order."""
 
-_TROUBLE_AT_X = {
+_ISSUES_AT_X = {
     "kink": "there is a kink",
     "discontinuity": "func is discontinuous",
     "not converged": "the numerical derivative does not converge",
     "not finite": "the derivative is not finite",
 }
-"""Failures of a reference that may be due to x (`Failure.trouble`), and clauses that describe them."""
+"""Failures of a reference that may be due to x (`Failure.numerical_issue`), and clauses that describe them."""
 
 _OF_ZEROS = ("not multiplied by grad_output", "undefined grad not zero")
 
@@ -176,10 +176,10 @@ class LowerCheck:
         """Compares with the reference; returns a report if the reference itself is wrong."""
         reference = make()
         products = Products(reference, problem, self._states)
-        self._refuse_coarse(reference, problem, products)
+        self._reject_coarse(reference, problem, products)
         self._outcome.note(reference=reference.name)
         failed = self._check_reference(reference)
-        if failed is not None or not self._outcome.is_open:
+        if failed is not None or not self._outcome.is_undecided:
             return failed
         if not problem.n or not problem.m:
             return None
@@ -197,7 +197,7 @@ class LowerCheck:
             self._outcome.notes.append(f"operators whose rounding was not measured: {names}")
         return None
 
-    def _refuse_coarse(self, reference: Reference, problem: Problem, products: Products) -> None:
+    def _reject_coarse(self, reference: Reference, problem: Problem, products: Products) -> None:
         """Raises if the reference returns an output in a lower dtype that is not finer than that of func's output."""
         for block, dtype in zip(problem.outputs, products.dtypes, strict=True):
             if not 2 * unit_roundoff(dtype) < unit_roundoff(block.tensor.dtype) and dtype in LOWER:
@@ -221,10 +221,10 @@ class LowerCheck:
         self._outcome.note(reference_report=report.to_dict())
         if report.failure is None:
             return None
-        if report.failure.trouble is not None or _computes_coarsely(report):
+        if report.failure.numerical_issue is not None or _computes_coarsely(report):
             self._outcome.note(
                 undecided="the reference cannot be checked in double precision: "
-                + (report.causes[0].text if report.causes else str(report.failure.trouble)),
+                + (report.causes[0].text if report.causes else str(report.failure.numerical_issue)),
                 remedy="pass a reference= that computes in double precision throughout, at inputs without kinks",
             )
             return None
@@ -242,11 +242,11 @@ class LowerCheck:
         explained = order.check(func, arguments, self._settings, self._names)
         if explained.failure is None:
             return report, ""  # the second check did not fail, but the first failure counts
-        trouble = str(explained.failure.trouble)
-        for factor in (-NEARBY, NEARBY) if trouble in _TROUBLE_AT_X else ():
+        numerical_issue = str(explained.failure.numerical_issue)
+        for factor in (-NEARBY, NEARBY) if numerical_issue in _ISSUES_AT_X else ():
             nearby = order.check(func, _moved(arguments, factor), self._settings, self._names, explain=False)
             if nearby.failure is None:
-                return nearby, _TROUBLE_AT_X[trouble]
+                return nearby, _ISSUES_AT_X[numerical_issue]
         return explained, ""
 
     def _seeded(self, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,7 +261,7 @@ class LowerCheck:
 
     def _attributes(self, problem: Problem) -> Failure | None:
         """The failure of a check other than that of values, as in double precision; None if all pass."""
-        failure = self._two_runs(problem) or attribute_failure(problem, self._settings, Findings())
+        failure = self._two_runs(problem) or other_checks_failure(problem, self._settings, Findings())
         if failure is not None and failure.kind in _OF_ZEROS and self._outcome.precision.out_of_range:
             self._outcome.notes.append(
                 f"zero grad_outputs were not checked ({failure.kind}): if the derivative is not finite, "
@@ -286,7 +286,7 @@ class LowerCheck:
     def _finished(self, problem: Problem) -> Report:
         """Builds the report."""
         outcome = self._outcome
-        if outcome.is_open:
+        if outcome.is_undecided:
             outcome.failure = self._attributes(problem)
         if problem.mutates_inputs:
             outcome.notes.append("func changes its inputs, or they contain NaN; they were restored around every call")
@@ -317,7 +317,7 @@ def _computes_coarsely(report: Report) -> bool:
     """Whether a reference in double precision computes in a lower dtype internally."""
     coarse = report.evidence is not None and report.evidence.output_dtype is not None
     named = any(cause.name == "low precision" for cause in report.causes[:1])
-    return coarse or named or (report.failure is not None and report.failure.trouble == "low precision")
+    return coarse or named or (report.failure is not None and report.failure.numerical_issue == "low precision")
 
 
 def _moved(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgrad.core.errors import raise_unless_of_func, unless_refused
+from fastgrad.core.errors import raise_unless_of_func, unless_rejected
 from fastgrad.core.random import PRECISION_STREAM, direction
 from fastgrad.lowprecision.probes import one_row, random_cotangent, row_behind
 from fastgrad.lowprecision.rounding import largest_number, unit_roundoff
@@ -26,7 +26,7 @@ STEPS = {torch.float32: (3, 36), torch.float16: (4, 32), torch.bfloat16: (4, 24)
 WINDOW = 8.0
 """Ratio of the largest step of a fit to its smallest."""
 
-SURE = 6.0
+STANDARD_ERRORS = 6.0
 """Number of standard errors in an uncertainty."""
 
 ROUNDING = 2.0
@@ -37,7 +37,7 @@ LARGE = 0.2
 """If a relative error is larger than this, a fit over smaller steps must also show an error: large steps may cross a
 pole or a kink."""
 
-STILL = 8.0
+MIN_CHANGE = 8.0
 """Least change of an output, in its unit roundoffs, for its rounding to count as random."""
 
 DENSE = 2
@@ -47,7 +47,7 @@ ROWS = 6
 PERTURBED = 4
 """Number of points next to x at which an entry of a gradient is computed to measure its condition."""
 
-MOST_ENTRIES = 16
+MAX_ENTRIES = 16
 """Number of entries of a wrong row that are tested separately, those with the largest contribution first."""
 
 
@@ -66,21 +66,21 @@ class Finding:
 
     row: as in `Combination`. error: the derivative along the direction, minus that by the gradient. allowed: the
     uncertainty of the error, plus the allowed rounding of the gradient. size: the sum of the moduli of the terms of the
-    gradient along the direction. is_open: the error is large and exceeds `allowed`, but no fit over smaller steps shows
-    one. step: the largest component of the direction.
+    gradient along the direction. is_undecided: the error is large and exceeds `allowed`, but no fit over smaller steps
+    shows one. step: the largest component of the direction.
     """
 
     row: int
     error: float
     allowed: float
     size: float
-    is_open: bool
+    is_undecided: bool
     step: float
 
     @property
     def is_wrong(self) -> bool:
         """Whether an error is certain."""
-        return abs(self.error) > self.allowed and not self.is_open
+        return abs(self.error) > self.allowed and not self.is_undecided
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _moved(problem: Problem, whole: Tensor) -> Tensor:
     base = problem.base()
     moved = torch.zeros_like(base, dtype=torch.bool)
     for step in (0.5, -0.5, 2.0**-4, -(2.0**-4)):
-        values = unless_refused(partial(problem.evaluate, False, whole, step))
+        values = unless_rejected(partial(problem.evaluate, False, whole, step))
         if values is not None:  # otherwise the point is outside the domain of func
             moved |= values != base
     return moved
@@ -175,11 +175,11 @@ def findings(problem: Problem, among: Sequence[Combination], seed: int) -> Itera
 def entry_of(problem: Problem, row: int, seed: int) -> tuple[int, Finding] | None:
     """An input coordinate whose entry in a row is wrong, and the result for it; None if none is found.
 
-    Tests the `MOST_ENTRIES` entries with the largest contributions to the row.
+    Tests the `MAX_ENTRIES` entries with the largest contributions to the row.
     """
     w, scale = one_row(problem, row).cotangents[0], _scales(problem)
     gradient = problem.row(row)
-    for coordinate in (gradient * scale).abs().nan_to_num(0.0).topk(min(MOST_ENTRIES, problem.n)).indices.tolist():
+    for coordinate in (gradient * scale).abs().nan_to_num(0.0).topk(min(MAX_ENTRIES, problem.n)).indices.tolist():
         alone = torch.zeros_like(scale)
         alone[coordinate] = scale[coordinate]
         finding = _finding(problem, row, w, gradient, alone)
@@ -191,9 +191,10 @@ def entry_of(problem: Problem, row: int, seed: int) -> tuple[int, Finding] | Non
 
 
 def _movement(problem: Problem, row: int, coordinate: int, seed: int) -> float:
-    """The largest change of an entry if all elements of the inputs are perturbed by two unit roundoffs, times `SURE`.
+    """The uncertainty of an entry: the largest change, times `STANDARD_ERRORS`, if inputs move by two unit roundoffs.
 
-    The rounding error of a right gradient may be that large if the gradient is ill-conditioned.
+    All elements of the inputs are perturbed. The rounding error of a right gradient may be that large if the gradient
+    is ill-conditioned.
     """
     own, output = block_with(problem.inputs, coordinate), block_with(problem.outputs, row)
     generator = torch.Generator().manual_seed(seed)
@@ -207,7 +208,7 @@ def _movement(problem: Problem, row: int, coordinate: int, seed: int) -> float:
             raise_unless_of_func(error)
             continue  # the point is outside the domain of func
         entries.append(float(_part(gradient, coordinate - own.first)))
-    return SURE * max(abs(entry - entries[0]) for entry in entries)
+    return STANDARD_ERRORS * max(abs(entry - entries[0]) for entry in entries)
 
 
 def _perturbed(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -246,8 +247,8 @@ def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Ten
     size = float(terms.abs().sum())
     allowed = uncertainty + own
     seen = any(abs(fit.error) > fit.uncertainty + own for fit in finer)
-    is_open = abs(best.error) > allowed and abs(best.error) > LARGE * size and not seen
-    return Finding(row, best.error, allowed, size, is_open, float(whole.abs().max()))
+    is_undecided = abs(best.error) > allowed and abs(best.error) > LARGE * size and not seen
+    return Finding(row, best.error, allowed, size, is_undecided, float(whole.abs().max()))
 
 
 def _both_sides(problem: Problem, whole: Tensor, step: float) -> tuple[Tensor, Tensor]:
@@ -270,7 +271,7 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
     largest = problem.base().abs().nan_to_num(0.0, 0.0, 0.0).max()
     for number in range(count):
         step = 2.0 ** (-1 - number / per_halving)
-        sides = unless_refused(partial(_both_sides, problem, whole, step))
+        sides = unless_rejected(partial(_both_sides, problem, whole, step))
         if sides is None:
             continue  # a point is outside the domain of func
         ahead, behind = (side[used] for side in sides)
@@ -280,7 +281,7 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
         odd = float(weights @ (ahead - behind) / 2 - left)
         even = float(weights @ (ahead + behind - 2 * base) / 2)
         noise = units * torch.maximum(ahead.abs(), behind.abs()).clamp(min=1e-300) * weights.abs()
-        still = (ahead - behind).abs() * weights.abs() < STILL * noise
+        still = (ahead - behind).abs() * weights.abs() < MIN_CHANGE * noise
         # An output that does not change may result from the cancellation of large numbers, and has their rounding.
         noise = torch.where(still, torch.maximum(noise, units * weights.abs() * largest), noise)
         rows.append((step, odd, even, float((noise[~still] ** 2).sum() / 6) ** 0.5, float(noise[still].sum())))
@@ -327,4 +328,4 @@ def _fit(points: Sequence[Numbers], terms: int) -> tuple[float, float]:
     kinked = np.stack([steps / top, *[(steps / top) ** (2 * k) for k in range(1, terms + 1)]], 1)
     solve = np.linalg.pinv(kinked * weight[:, None]) * weight
     kink = abs((solve @ even)[0]) / top
-    return float(found[0] / top), float(SURE * max(by_model, by_scatter) + bias + kink)
+    return float(found[0] / top), float(STANDARD_ERRORS * max(by_model, by_scatter) + bias + kink)

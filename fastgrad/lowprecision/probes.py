@@ -12,13 +12,13 @@ from fastgrad.core.native import Layout
 from fastgrad.core.random import PRECISION_STREAM, direction
 from fastgrad.problem.problem import Problem
 
-MOST_ROWS = 2048
+MAX_ROWS = 2048
 """Largest number of single rows if VJPs of the reference run in batches; each needs 13 runs."""
 
-MOST_SINGLE_ROWS = 256
+MAX_SINGLE_ROWS = 256
 """Largest number of single rows if VJPs of the reference run one at a time."""
 
-MOST_ENTRIES = 1 << 21
+MAX_ENTRIES = 1 << 21
 """Largest number of components of VJPs that are compared. Several arrays of this size, of 16 MiB each, are held."""
 
 DENSE = 5
@@ -69,7 +69,7 @@ def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) ->
     m = problem.m
     if fast_mode:
         return Probes(dense, torch.full((DENSE,), -1, device="cpu"), f"{DENSE} random grad_outputs")
-    most = min(MOST_ROWS if vectorizes else MOST_SINGLE_ROWS, max(16, MOST_ENTRIES // max(problem.n, m)))
+    most = min(MAX_ROWS if vectorizes else MAX_SINGLE_ROWS, max(16, MAX_ENTRIES // max(problem.n, m)))
     if m <= most:
         rows = torch.eye(m, dtype=torch.float64, device=problem.device)
         numbers = torch.cat([torch.full((DENSE,), -1, device="cpu"), torch.arange(m, device="cpu")])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native
-from fastgrad.core.errors import raise_if_transient, unless_refused
+from fastgrad.core.errors import raise_if_transient, unless_rejected
 from fastgrad.core.random import RandomState
 from fastgrad.lowprecision.rounding import Arithmetic, largest_number, smallest_subnormal, unit_roundoff
 from fastgrad.problem.arguments import as_tuple
@@ -156,7 +156,7 @@ class Products:
     def _tries_batch(self) -> bool:
         """Whether a batch of two VJPs runs and gives the results of a single VJP."""
         v = torch.ones(2, self._m, dtype=torch.float64, device=self.device)
-        batch = unless_refused(partial(self._gradients, self._graph, self._leaves, v, True))
+        batch = unless_rejected(partial(self._gradients, self._graph, self._leaves, v, True))
         if batch is None:
             return False
         single = self._gradients(self._graph, self._leaves, v[:1], False)

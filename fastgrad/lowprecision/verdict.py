@@ -19,17 +19,17 @@ from fastgrad.report.evidence import Cause
 from fastgrad.report.failure import Failure, FailureKind
 from fastgrad.report.low_precision import LowPrecision, RoundedEntry
 
-FEWEST_EFFECTIVE = 12.0
+MIN_EFFECTIVE = 12.0
 """Least number of entries for a common relative error; if there are fewer, the entries themselves are compared."""
 
-MOST_OF_SUMS = 4.0
+MAX_OF_SUMS = 4.0
 """Error of a sum over outputs, in units of the allowed error, that is accepted without a wrong row: a kernel that adds
 in a lower dtype rounds more often than an operator of the reference."""
 
-MOST_LOCATED = 4
+MAX_LOCATED = 4
 """Largest number of wrong components that are traced to a row, the worst first."""
 
-MOST_HIDDEN = 0.9
+MAX_HIDDEN = 0.9
 """Largest share of the significant entries that rounding may hide; if it hides more, the check is undecided."""
 
 _LAYOUT_NAMES = {
@@ -38,7 +38,7 @@ _LAYOUT_NAMES = {
     Layout.EXPANDED: "is expanded, with stride 0",
 }
 
-MOST_TIMES = 1e6
+MAX_TIMES = 1e6
 """Ratios of a difference to its rounding are printed if they are smaller than this."""
 
 SAME_FACTOR = 0.05
@@ -59,7 +59,7 @@ class Outcome:
         self.precision = replace(self.precision, **numbers)  # type: ignore[arg-type]
 
     @property
-    def is_open(self) -> bool:
+    def is_undecided(self) -> bool:
         """Whether the verdict is still open."""
         return self.failure is None and not self.precision.undecided
 
@@ -91,9 +91,9 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
             )
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
     _judge_entries(comparison, outcome)
-    if outcome.is_open:
+    if outcome.is_undecided:
         _judge_common_errors(comparison, outcome)
-    if outcome.is_open:
+    if outcome.is_undecided:
         _state_the_smallest(comparison, outcome)
     return comparison
 
@@ -170,7 +170,7 @@ def _forwards_differ(comparison: Comparison, coordinate: int, ratio: float, outc
             "kernel computes another function, pass that function as reference=",
         )
         return
-    times = f"; this difference is {ratio:.2g} times what rounding explains" if ratio < MOST_TIMES else ""
+    times = f"; this difference is {ratio:.2g} times what rounding explains" if ratio < MAX_TIMES else ""
     outcome.note(
         undecided=f"func and the reference are different functions: {both}{times}",
         remedy="pass the function that the kernel computes as reference=; if it is this function, look for an error "
@@ -229,7 +229,7 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
     outcome.causes = causes_of(comparison.low[wrong], comparison.exact[wrong])
     if _special_grad_output(comparison, wrong, outcome):
         return
-    order = torch.where(wrong, ratio, 0.0).reshape(-1).topk(min(MOST_LOCATED, int(wrong.sum()))).indices.tolist()
+    order = torch.where(wrong, ratio, 0.0).reshape(-1).topk(min(MAX_LOCATED, int(wrong.sum()))).indices.tolist()
     for number in order:
         probe, coordinate = divmod(number, ratio.shape[1])
 
@@ -246,7 +246,7 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
             outcome.note(worst=entry)
             outcome.failure = _failure("beyond rounding", entry)
             return
-    if float(ratio.max()) <= MOST_OF_SUMS:
+    if float(ratio.max()) <= MAX_OF_SUMS:
         outcome.note(
             undecided="the gradient of a sum over outputs differs by more than rounding of the reference explains, "
             "but no single row does",
@@ -302,7 +302,7 @@ def causes_of(found: Tensor, expected: Tensor) -> tuple[Cause, ...]:
 
 
 def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
-    found = [one for one in comparison.common_errors() if one.entries >= FEWEST_EFFECTIVE]
+    found = [one for one in comparison.common_errors() if one.entries >= MIN_EFFECTIVE]
     if not found:
         return
     worst = max(found, key=lambda one: abs(one.error) / one.allowed if one.is_alike else 0.0)
@@ -322,7 +322,7 @@ def _state_the_smallest(comparison: Comparison, outcome: Outcome) -> None:
     if smallest is None:
         return
     outcome.note(smallest=smallest[0], smallest_most=smallest[1], hidden=smallest[2])
-    if smallest[2] > MOST_HIDDEN:
+    if smallest[2] > MAX_HIDDEN:
         outcome.note(
             undecided="rounding in this dtype is larger than most entries: an entry that is zero would not be detected",
             remedy="use inputs with less cancellation, or a wider dtype",

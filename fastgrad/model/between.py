@@ -21,16 +21,16 @@ from fastgrad.model.saved import Saved
 from fastgrad.model.step import Step
 from fastgrad.report.model_data import Finding, Site
 
-MOST_PARAMETERS = 64
+MAX_PARAMETERS = 64
 """Largest number of parameters that are examined one by one."""
 
-MOST_CUTS = 32
+MAX_CUTS = 32
 """Largest number of detached paths that are tried one by one."""
 
-MOST_SAVED = 32
+MAX_SAVED = 32
 """Largest number of changed tensors that are tried one by one."""
 
-MOST_SITES = 8
+MAX_SITES = 8
 """Largest number of places that a finding lists."""
 
 Gradients = list[Tensor | None]
@@ -147,14 +147,14 @@ class LossErrorExperiments:
             yield
 
     def _is_at_kink(self, parameter: int) -> bool:
-        return parameter < MOST_PARAMETERS and self.whole.has_kink(self.whole.only([parameter]))
+        return parameter < MAX_PARAMETERS and self.whole.has_kink(self.whole.only([parameter]))
 
     def look_at_missing(self) -> None:
         """Reports whether the loss depends on parameters without a gradient and, if so, where their path ends."""
         missing = self.whole.missing()
         if not missing:
             return
-        moving = [i for i in missing[:MOST_PARAMETERS] if self.whole.moves([i])] if self.whole.moves(missing) else []
+        moving = [i for i in missing[:MAX_PARAMETERS] if self.whole.moves([i])] if self.whole.moves(missing) else []
         still = [self.step.names[i] for i in missing if i not in moving]
         if still:
             self.remarks.append(
@@ -176,8 +176,8 @@ class LossErrorExperiments:
             return
         names = tuple(self.step.names[i] for i in moving)
         detached = [cut for cut in _unintended(recorder) if set(recorder.parameters_of(cut.parameters)) & set(moving)]
-        alone = [cut for cut in detached[:MOST_CUTS] if self._stills([cut], moving)]
-        ends = alone or (detached if detached and self._stills(detached, moving) else [])
+        alone = [cut for cut in detached[:MAX_CUTS] if self._explains_by_detaching([cut], moving)]
+        ends = alone or (detached if detached and self._explains_by_detaching(detached, moving) else [])
         text = f"{_listed(names)} {_get(names)} no gradient, but the loss depends on {_it(names)}"
         if ends:
             text += f": the path ends in {ends[0].name}{at(ends[0].site)}"
@@ -197,7 +197,7 @@ class LossErrorExperiments:
         self._add_hooks([hook for hook in hooks if hook.returned_zero] or hooks, names, 1.0)
         return which
 
-    def _stills(self, detached: Sequence[DetachedPath], which: Sequence[int]) -> bool:
+    def _explains_by_detaching(self, detached: Sequence[DetachedPath], which: Sequence[int]) -> bool:
         """Whether the loss no longer depends on some parameters if these detached paths keep their values."""
         return self._while_held(detached, lambda: not self.whole.moves(which)) or False
 
@@ -273,7 +273,7 @@ class LossErrorExperiments:
             gradients = self._record(kept_saved=frozenset({one.number}))[1]
             return abs(self.whole.compared(along, gradients).analytical - along.analytical) > along.allowed
 
-        saved = list(filter(counts, saved[:MOST_SAVED])) or saved
+        saved = list(filter(counts, saved[:MAX_SAVED])) or saved
         unknown = frozenset(one.number for one in saved if not one.writer)
         if unknown:
             watching = self._record(watched=unknown)[0]
@@ -291,7 +291,7 @@ class LossErrorExperiments:
             held = self._while_held([cut], lambda: self.whole.along(along.vectors))
             return held is not None and abs(held.numerical - along.numerical) > along.allowed
 
-        counting = list(filter(counts, detached[:MOST_CUTS])) or list(detached)
+        counting = list(filter(counts, detached[:MAX_CUTS])) or list(detached)
         text = (
             f"autograd treats the result of {counting[0].name}{at(counting[0].site)} as a constant, although it "
             "depends on parameters; with this result held fixed, differences agree with the gradients"
@@ -308,7 +308,7 @@ class LossErrorExperiments:
     def _wrong_parameters(self) -> list[int]:
         missing = self.whole.missing()
         others = [i for i in range(len(self.step.parameters)) if i not in missing]
-        return [i for i in others[:MOST_PARAMETERS] if not self.whole.quickly_along(self.whole.only([i])).agrees]
+        return [i for i in others[:MAX_PARAMETERS] if not self.whole.quickly_along(self.whole.only([i])).agrees]
 
     def _record(self, **keywords: Any) -> tuple[Recorder, Gradients]:
         recorder = Recorder(self.step.model, self.step.parameters, self.memory_limit, **keywords)
@@ -357,4 +357,4 @@ def at(site: Site) -> str:
 
 
 def _sites(detached: Sequence[DetachedPath]) -> tuple[Site, ...]:
-    return tuple(dict.fromkeys(cut.site for cut in detached))[:MOST_SITES]
+    return tuple(dict.fromkeys(cut.site for cut in detached))[:MAX_SITES]

@@ -34,7 +34,7 @@ from fastgrad.report.settings import Settings
 DIRECTIONS = 2
 """Number of random directions of all parameters, for the end-to-end test."""
 
-MOST_OMITTED = 3
+MAX_OMITTED = 3
 """If nothing explains an error, up to this many operations that were not checked are named."""
 
 
@@ -208,7 +208,7 @@ def _with_suspect(finding: Finding, operations: list[Operation]) -> Finding:
     if finding.kind != "end to end":
         return finding
     omitted = [f"; {one.name} was not checked: {one.detail}" for one in operations if one.verdict == "not checked"]
-    finding = replace(finding, text=finding.text + "".join(omitted[:MOST_OMITTED]))
+    finding = replace(finding, text=finding.text + "".join(omitted[:MAX_OMITTED]))
     worst = max((one for one in operations if one.error is not None), key=lambda one: one.error or 0.0, default=None)
     if worst is None or not (worst.error or 0.0) > SCREEN_ERROR:
         return finding

@@ -25,7 +25,7 @@ ALLOWED = {torch.float64: 1e-4, torch.float32: 2e-2, torch.bfloat16: 0.2, torch.
 """Allowed error of a directional derivative, relative to the root of the sum of squares of its terms: kinks that a step
 crosses account for 1e-5 in double precision."""
 
-MOST_AMPLIFIED = 100.0
+MAX_AMPLIFIED = 100.0
 """Parameters with small gradients are moved further, at most by this factor."""
 
 NEGLIGIBLE = 1e-6
@@ -99,9 +99,7 @@ class LossDerivatives:
         shares = [0.0 if g is None else _norm(_real_product(g, u)) for g, u in zip(self.gradients, moves, strict=True)]
         largest = max(shares, default=0.0)
         return [
-            None
-            if i in missing
-            else u * (min(MOST_AMPLIFIED, largest / share) if share > NEGLIGIBLE * largest else 1.0)
+            None if i in missing else u * (min(MAX_AMPLIFIED, largest / share) if share > NEGLIGIBLE * largest else 1.0)
             for i, (u, share) in enumerate(zip(moves, shares, strict=True))
         ]
 

@@ -111,7 +111,7 @@ def _checked(
     # If all entries are much smaller than atol, for example those of a mean, no error would exceed atol: reduce atol.
     scale = min(1.0, screen.scale) if screen is not None and screen.scale > 0 else 1.0
     report = _report(func, leaves, settings, scale)
-    is_at_kink = report.failure is not None and report.failure.trouble in ("kink", "discontinuity")
+    is_at_kink = report.failure is not None and report.failure.numerical_issue in ("kink", "discontinuity")
     if is_at_kink:
         report = _report(func, _moved(leaves, settings), settings, scale)
     verdict = "right"

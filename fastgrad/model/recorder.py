@@ -21,7 +21,7 @@ from fastgrad.model.saved import Saved, SavedWatch, address, unrecorded
 from fastgrad.problem.arguments import Rebuild, flatten
 from fastgrad.report.model_data import Site
 
-MOST_SITES = 8
+MAX_SITES = 8
 """Largest number of places, and of further calls of a custom Function, that are kept per operation."""
 
 _OF_CUSTOM_OPERATOR = "torch._library.autograd"
@@ -290,13 +290,13 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         call = self.calls.get(key)
         if call is None:
             call = self.calls[key] = self._copied(name, target, found, rebuild)
-        elif isinstance(target, type) and len(call.others) < MOST_SITES:
+        elif isinstance(target, type) and len(call.others) < MAX_SITES:
             other = self._copied(name, target, found, rebuild)
             other.sites, other.used = [self.places.site()], call.used
             call.others.append(other)
         call.count += 1
         site = self.places.site()
-        if site not in call.sites and len(call.sites) < MOST_SITES:
+        if site not in call.sites and len(call.sites) < MAX_SITES:
             call.sites.append(site)
         return call
 

@@ -23,7 +23,7 @@ from fastgrad.problem.validation import changed_message, check_outputs, differen
 
 Self = TypeVar("Self", bound="Evaluation")
 
-MOST_NODES = 256
+MAX_NODES = 256
 """Largest number of graph nodes that are counted. func with many more nodes is slow: its measured time is used."""
 
 _UNKNOWN_NODES = 8
@@ -185,7 +185,7 @@ class Evaluation:
         if self.has_graph:
             first = _Recorded(tuple(results[position] for position in positions))
             self._recorded = first if self.evaluations == 1 else None
-            self.nodes, self.custom_nodes = native.count_nodes(first.outputs, MOST_NODES)
+            self.nodes, self.custom_nodes = native.count_nodes(first.outputs, MAX_NODES)
             self.is_custom = not native.runs_no_custom_code(first.outputs, self._input_tensors)
             self.vectorizes = not self.is_custom
             self._first = first if self.evaluations == 1 or not self.mutates_inputs else None

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgrad.core.errors import unless_refused
+from fastgrad.core.errors import unless_rejected
 from fastgrad.core.native import SmallProblem
 from fastgrad.core.phases import clock
 from fastgrad.core.precision import ROUNDING
@@ -107,14 +107,14 @@ def first_look(problem: Problem, settings: Settings, known: KnownLook | None = N
     def gives_again(values: Tensor, record: bool) -> bool:
         again = torch.empty_like(values)
         evaluate(again, record)
-        return not is_moved(problem, settings, again, values)
+        return not values_vary(problem, settings, again, values)
 
-    seconds = known.seconds if known is not None else unless_refused(partial(evaluate, next_to_x, True))
+    seconds = known.seconds if known is not None else unless_rejected(partial(evaluate, next_to_x, True))
     if seconds is None:  # func accepts only single steps
         return look(True, None, problem.seconds)
     reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
     if torch.is_grad_enabled():
-        without = unless_refused(partial(evaluate, plain, False))
+        without = unless_rejected(partial(evaluate, plain, False))
         if without is None:  # for example, func differentiates inside
             return look(True, reacted, seconds)
         if torch.equal(next_to_x, plain):
@@ -127,12 +127,12 @@ def first_look(problem: Problem, settings: Settings, known: KnownLook | None = N
     return look(True, reacted, seconds)
 
 
-def is_moved(problem: Problem | SmallProblem, settings: Settings, again: Tensor, values: Tensor) -> bool:
+def values_vary(problem: Problem | SmallProblem, settings: Settings, again: Tensor, values: Tensor) -> bool:
     """Whether repeated outputs, shape (m,), differ by more than rounding explains and differences tolerate."""
     return differ(again[None], values[None], _allowed_change(problem, settings, values), False)
 
 
-def base_moved(problem: Problem, settings: Settings) -> bool:
+def base_varies(problem: Problem, settings: Settings) -> bool:
     """Whether the outputs of a later graph at x differed from `problem.base()`."""
     return problem.base_change > 0 and problem.base_change > _allowed_change(problem, settings, problem.base())
 

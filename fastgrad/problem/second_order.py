@@ -103,7 +103,7 @@ class Backward:
         self._grad_outputs = [i for i, value in enumerate(grad_outputs) if value.requires_grad]
         self._record_forward = torch.is_grad_enabled()
         self._unrecorded = native.UnrecordedBackward(
-            func, _refuse_outputs, self.count, self._inputs, self._grad_outputs, self._record_forward
+            func, _reject_outputs, self.count, self._inputs, self._grad_outputs, self._record_forward
         )
         self.exist: list[bool] = []
 
@@ -136,7 +136,7 @@ class Backward:
             outputs = tuple([results[position] for position in self._positions])
             native.check_memory(checked)
             if not outputs or len(outputs) != len(grad_outputs):
-                _refuse_outputs(len(outputs), len(grad_outputs))
+                _reject_outputs(len(outputs), len(grad_outputs))
             if self.made == "given":
                 self._check_shapes(outputs, grad_outputs)
             gradients = native.vjp(outputs, checked, grad_outputs, True)
@@ -172,7 +172,7 @@ class Backward:
         return tuple([gradient for gradient, exists in zip(gradients, self.exist, strict=True) if exists])
 
 
-def _refuse_outputs(outputs: int, grad_outputs: int) -> None:
+def _reject_outputs(outputs: int, grad_outputs: int) -> None:
     """Raises if no output requires grad, or if there is not one grad_output for each output that requires grad."""
     if not outputs:
         raise_without_graph("gradgradcheck")

@@ -164,7 +164,7 @@ class ReportData(EqualByContent):
     def verdict(self) -> Verdict:
         """The outcome; see `Verdict` for "undecided" and "not converged"."""
         if self.failure is not None:
-            return "not converged" if self.failure.trouble == "not converged" else "failed"
+            return "not converged" if self.failure.numerical_issue == "not converged" else "failed"
         return "passed" if self.undecided is None else "undecided"
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_TILES = 36
+MAX_TILES = 36
 """Largest number of tiles that are drawn for a tensor of more than two dimensions."""
 
-MOST_CELLS = 2048
+MAX_CELLS = 2048
 """Largest number of cells in all tiles together; for larger tensors, a cell shows several elements."""
 
-MOST_ACROSS = 48
+MAX_ACROSS = 48
 """Largest number of cells in a row, over all adjacent tiles."""
 
 CELL, GAP = 16, 10
@@ -55,9 +55,9 @@ def svg(
     tiles, rest = np.divmod(numbers, height * width)
     count = math.prod(leading)
     shown = _shown(count, tiles, excess)
-    wide = -(-width // MOST_ACROSS)
+    wide = -(-width // MAX_ACROSS)
     columns = -(-width // wide)
-    high = -(-height // max(1, MOST_CELLS // (len(shown) * columns)))
+    high = -(-height // max(1, MAX_CELLS // (len(shown) * columns)))
     rows = -(-height // high)
     place = {tile: k for k, tile in enumerate(shown)}
     worst: dict[tuple[int, int, int], int] = {}
@@ -66,7 +66,7 @@ def svg(
         if tile is not None:
             worst[tile, int(rest[entry]) // width // high, int(rest[entry]) % width // wide] = int(entry)
     across = leading[-1] if len(shown) == count else round(math.sqrt(len(shown) * rows / columns))
-    across = max(1, min(across, MOST_ACROSS // columns))
+    across = max(1, min(across, MAX_ACROSS // columns))
     parts = []
     for tile in range(len(shown)):
         top, left = (tile // across) * (rows * CELL + GAP), (tile % across) * (columns * CELL + GAP)
@@ -93,7 +93,7 @@ def svg(
 
 def _shown(count: int, tiles: NDArray[np.int64], excess: NDArray[np.float64]) -> list[int]:
     """The numbers of the tiles that are drawn, in increasing order: all, or those with the largest errors."""
-    if count <= MOST_TILES:
+    if count <= MAX_TILES:
         return list(range(count))
     worst_first = tiles[np.argsort(-excess, kind="stable")]
-    return sorted(int(tile) for tile in list(dict.fromkeys(worst_first.tolist()))[:MOST_TILES])
+    return sorted(int(tile) for tile in list(dict.fromkeys(worst_first.tolist()))[:MAX_TILES])

@@ -148,7 +148,7 @@ class Evidence(EqualByContent):
     ----------
     calls
         Number of calls of func and backward, in addition to those that the report counts.
-    func_moves
+    func_varies
         The largest difference between the outputs of two evaluations at x.
     runs
         Per graph, the deviations of its gradients from the first gradient of the first graph.
@@ -205,7 +205,7 @@ class Evidence(EqualByContent):
     """
 
     calls: int = 0
-    func_moves: float | None = None
+    func_varies: float | None = None
     runs: tuple[tuple[float, ...], ...] | None = None
     vanishes: bool | None = None
     after_others: float | None = None

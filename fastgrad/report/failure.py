@@ -42,7 +42,7 @@ FailureKind = Literal[
 ]
 """What failed, in a few words."""
 
-Trouble = Literal["kink", "discontinuity", "low precision", "not converged", "not finite"]
+NumericalIssue = Literal["kink", "discontinuity", "low precision", "not converged", "not finite"]
 """Special properties of a derivative that re-measuring with many steps found."""
 
 
@@ -271,7 +271,7 @@ class Failure(EqualByContent):
         A clause of the message.
     cause
         The exception that caused the failure, if there was one.
-    trouble
+    numerical_issue
         Special properties of the worst entry's derivative.
     convergence
         The differences of the worst entry, large steps first, if it was re-measured.
@@ -287,7 +287,7 @@ class Failure(EqualByContent):
     comparison: Comparison | None = None
     detail: str = ""
     cause: Exception | None = None
-    trouble: Trouble | None = None
+    numerical_issue: NumericalIssue | None = None
     convergence: tuple[Difference, ...] = ()
 
     @classmethod

@@ -28,10 +28,10 @@ NO_FIGURES = "plots need matplotlib: pip install matplotlib"
 BINS = 96
 """Largest number of cells along a side of the error map; in larger maps, a cell stands for several elements."""
 
-MOST_MARKED = 24
+MAX_MARKED = 24
 """Largest number of wrong entries that the error map marks with circles."""
 
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 """Largest number of points that a figure draws as vector graphics; more points are drawn as a bitmap."""
 
 WRONG, RIGHT = "#d1495b", "#3f88b5"
@@ -233,7 +233,7 @@ def _draw_map(axes: Axes, ink: str, entries: Entries, names: tuple[str, str]) ->
         shades, cmap=colors, vmin=-4, vmax=4, aspect="auto", interpolation="nearest", extent=(0, width, height, 0)
     )
     wrong = np.unique(np.stack([rows[entries.failing], columns[entries.failing]], 1), axis=0)
-    if 0 < len(wrong) <= MOST_MARKED and height * width > 400:
+    if 0 < len(wrong) <= MAX_MARKED and height * width > 400:
         ring: Any = {"s": 90, "facecolors": "none", "edgecolors": WRONG, "linewidths": 1.4}
         axes.scatter(wrong[:, 1] + 0.5, wrong[:, 0] + 0.5, **ring)
     for axis, (_, bins, size, shape) in zip((axes.yaxis, axes.xaxis), sides, strict=True):
@@ -269,7 +269,7 @@ def _draw_errors(axes: Axes, ink: str, entries: Entries) -> None:
                 alpha=0.75,
                 linewidths=0,
                 label=f"{label} ({int(chosen.sum())})",
-                rasterized=bool(chosen.sum() > MOST_POINTS),
+                rasterized=bool(chosen.sum() > MAX_POINTS),
                 clip_on=False,
                 zorder=3,
             )
@@ -294,7 +294,7 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, own:
     analytical, numerical = complex(worst.analytical), complex(worst.numerical)
     axes.set_xlim(min(*steps, own.eps) / 3, max(*steps, own.eps) * 3)
     axes.set_xscale("log")
-    if failure.trouble != "not converged" and math.isfinite(worst.difference) and worst.difference > 0:
+    if failure.numerical_issue != "not converged" and math.isfinite(worst.difference) and worst.difference > 0:
         distance = np.abs(estimates - numerical)
         floor = max(1e-18 * worst.difference, 1e-3 * min([worst.allowed, *distance[distance > 0]]))
         axes.plot(steps, np.maximum(distance, floor), "o-", color=RIGHT, markersize=4, label="difference at one step")

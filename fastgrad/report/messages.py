@@ -23,7 +23,7 @@ _NONDET_NOTE = (
     "otherwise look for state or uninitialized memory in backward."
 )
 
-MOST_CAUSES = 3
+MAX_CAUSES = 3
 """Largest number of probable causes that are printed."""
 
 _POSITION_CAUSES = {"region", "slice", "boundary", "last tile", "triangle", "modes disagree", "both modes wrong"}
@@ -35,13 +35,13 @@ BY_ROUNDING = ("beyond rounding", "biased", "not finite")
 HEADLINE_CONFIDENCE = 0.85
 """Least confidence of a cause that is included in the first line."""
 
-MOST_PAIRS = 8
+MAX_PAIRS = 8
 """Largest number of pairs that a summary lists."""
 
-LEAST_EXCESS = 0.01
+MIN_EXCESS = 0.01
 """If the worst entry's error exceeds the largest error at eps by more than this share, a message adds "at eps"."""
 
-MOST_LISTED_INDICES = 4
+MAX_LISTED_INDICES = 4
 """Largest number of indices along a dimension that a message lists one by one."""
 
 
@@ -50,9 +50,9 @@ def summary(report: ReportData) -> str:
     if report.failure is not None:
         return failure_message(report)
     lines = [verdict_line(report)]
-    lines += [f"  compared   {_pair_line(report, pair)}" for pair in report.pairs[:MOST_PAIRS]]
-    if len(report.pairs) > MOST_PAIRS:
-        rest = report.pairs[MOST_PAIRS:]
+    lines += [f"  compared   {_pair_line(report, pair)}" for pair in report.pairs[:MAX_PAIRS]]
+    if len(report.pairs) > MAX_PAIRS:
+        rest = report.pairs[MAX_PAIRS:]
         lines.append(
             f"             and {_count(len(rest), 'more pair')}, largest absolute error "
             f"{max(pair.largest_absolute for pair in rest):.2g}"
@@ -171,7 +171,7 @@ def _index_of(span: Span, entries: int) -> str:
         return str(span.first)
     # More than two neighboring indices, or more than three with a constant step, are unlikely to result from chance.
     is_slice = span.step is not None and (span.count > 2 if span.step == 1 else span.count > 3)
-    if span.count < span.size and (is_slice or (span.count <= MOST_LISTED_INDICES and 2 * span.count <= entries)):
+    if span.count < span.size and (is_slice or (span.count <= MAX_LISTED_INDICES and 2 * span.count <= entries)):
         return places_text(span)
     return ":"
 
@@ -205,7 +205,7 @@ def failure_message(report: ReportData) -> str:
     if failure.comparison is not None:
         lines = [_first_line(report, failure, failure.comparison), *lines]
         lines += _details(report, failure, failure.comparison)
-        if failure.detail and not (failure.trouble and report.causes):  # otherwise a cause says the same
+        if failure.detail and not (failure.numerical_issue and report.causes):  # otherwise a cause says the same
             lines.append(f"  because    {failure.detail}")
     elif failure.kind in BY_ROUNDING and report.precision is not None and report.precision.worst is not None:
         names = names_of(report, failure)
@@ -232,7 +232,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     details = ", ".join(filter(None, (tensor, part)))
     kind = f" ({details})" if details else ""
     verdict = f"is wrong in {_wrong(comparison)}"
-    if failure.trouble == "not converged":
+    if failure.numerical_issue == "not converged":
         what = "numerical gradient of" if failure.mode == "reverse" else "numerical derivative with respect to"
         verdict = f"does not converge; it differs from the analytical derivative in {_extent(comparison)}"
     return _with_cause(report, f"{_function(report)}: {what} {input_}{kind}{through} {verdict}")
@@ -459,7 +459,7 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
     at_eps, which = "", ""
     if worst is not None and not math.isfinite(worst.difference):
         which = " (where the errors are finite)"
-    elif worst is not None and worst.difference > (1 + LEAST_EXCESS) * comparison.largest_absolute:
+    elif worst is not None and worst.difference > (1 + MIN_EXCESS) * comparison.largest_absolute:
         # The worst entry was re-measured with other steps, so its error may be larger.
         at_eps, which = "at eps: ", " (the worst entry was measured again)"
     elif worst is not None and not worst.numerical:
@@ -514,7 +514,7 @@ def _entries(comparison: Comparison | Pair) -> str:
 def _causes(report: ReportData) -> list[str]:
     """The most probable causes. If the first is about positions, a cause about values is added with "and there"."""
     lines: list[str] = []
-    for cause in report.causes[:MOST_CAUSES]:
+    for cause in report.causes[:MAX_CAUSES]:
         head = "probably" if not lines else "or"
         if lines and report.causes[0].name in _POSITION_CAUSES and cause.name in _VALUE_CAUSES:
             head = "and there"

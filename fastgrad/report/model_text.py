@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastgrad.report.messages import seconds_text
 from fastgrad.report.model_data import EndToEnd, Finding, ModelReportData, Operation, Site
 
-MOST_ROWS = 12
+MAX_ROWS = 12
 """Largest number of operations that a summary lists."""
 
 HEAD = ("operation", "verdict", "error", "calls", "time", "module", "line")
@@ -29,14 +29,14 @@ def summary(report: ModelReportData) -> str:
     for number, finding in enumerate(report.findings, 1):
         lines += finding_lines(number, finding)
     lines.append(f"  end to end  {end_to_end_line(report.end_to_end)}")
-    table = [HEAD, *(row(one) for one in report.operations[:MOST_ROWS])]
+    table = [HEAD, *(row(one) for one in report.operations[:MAX_ROWS])]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines.append("  operations (wrong ones first, then sorted by error):")
     for cells in table:
         padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         lines.append(f"    {'  '.join(padded).rstrip()}")
-    if len(report.operations) > MOST_ROWS:
-        lines.append(f"    and {len(report.operations) - MOST_ROWS} more")
+    if len(report.operations) > MAX_ROWS:
+        lines.append(f"    and {len(report.operations) - MAX_ROWS} more")
     lines += [f"  undecided   {one}" for one in report.undecided]
     lines += [f"  remark      {remark}" for remark in report.remarks]
     lines.append(f"  cost        {cost_line(report)}")

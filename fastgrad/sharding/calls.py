@@ -40,7 +40,7 @@ def described(func: Callable[..., Any], values: Mapping[str, Any], settings: Set
     return found | {field.name: repr(getattr(settings, field.name)) for field in fields(settings)}
 
 
-def refuse_differences(calls: Sequence[Mapping[str, str]]) -> None:
+def reject_differences(calls: Sequence[Mapping[str, str]]) -> None:
     """Raises a RankError if a rank's call differs from the call of rank 0."""
     first = calls[0]
     for rank, other in enumerate(calls):

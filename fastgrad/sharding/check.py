@@ -13,7 +13,7 @@ import torch
 from fastgrad.core.random import RandomState
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
-from fastgrad.sharding.calls import described, refuse_differences
+from fastgrad.sharding.calls import described, reject_differences
 from fastgrad.sharding.checkpoint import Checkpoint
 from fastgrad.sharding.problem import Partition
 from fastgrad.sharding.workers import workers_of
@@ -45,7 +45,7 @@ def in_parts(
         try:
             call = described(func, values, settings)
             if workers is not None:
-                refuse_differences(workers.gather(call))
+                reject_differences(workers.gather(call))
             if checkpoint is None or not (workers is None or workers.leads):
                 return run(Partition(workers))
             with Checkpoint(Path(checkpoint), call) as file:

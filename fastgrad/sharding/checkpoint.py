@@ -60,7 +60,7 @@ class Checkpoint:
         self._database = self._opened()
         try:
             with self._reading():
-                self._refuse_other_calls({name: value for name, value in call.items() if name not in _ANY_VALUE})
+                self._reject_other_calls({name: value for name, value in call.items() if name not in _ANY_VALUE})
                 self._known: dict[str, list[Part]] = {}
                 for work, *part in self._database.execute("SELECT work, id, first, last FROM part ORDER BY id"):
                     self._known.setdefault(work, []).append(Part(*part))
@@ -85,7 +85,7 @@ class Checkpoint:
             raise ValueError(f"checkpoint: {self._path} {what}.") from error
         return database
 
-    def _refuse_other_calls(self, call: Mapping[str, str]) -> None:
+    def _reject_other_calls(self, call: Mapping[str, str]) -> None:
         found = dict(self._database.execute("SELECT name, value FROM call"))
         if not found:
             self._database.executemany("INSERT INTO call VALUES (?, ?)", call.items())

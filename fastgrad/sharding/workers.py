@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgrad.core.errors import PACKAGE
-from fastgrad.core.ranks import RankError, Ranks, Trouble, trouble, without_the_store_a_rank_error
+from fastgrad.core.ranks import RankError, RankFailure, Ranks, rank_failure, store_errors_as_rank_errors
 from fastgrad.report.report import Report
 
 _START_SECONDS = 15.0
 """Half of the allowed time difference between the calls of the ranks."""
 
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 """Seconds between heartbeats of a rank, and between two checks of the heartbeats of other ranks."""
 
 _LOST_SECONDS = 8.0
@@ -112,10 +112,10 @@ class Workers(Ranks):
         self._beats: dict[int, tuple[Any, float]] = {}
         self._ended = threading.Event()
         self._main = threading.get_ident()
-        self._beating = threading.Thread(target=self._show_life, daemon=True)
+        self._beating = threading.Thread(target=self._send_heartbeats, daemon=True)
 
     def __enter__(self) -> Workers:
-        self._store.set(_alive_key(self.rank), "0")
+        self._store.set(_heartbeat_key(self.rank), "0")
         self._beating.start()
         return self
 
@@ -137,14 +137,14 @@ class Workers(Ranks):
         """The report of a check, which rank 0 runs while the others compute parts."""
         if not self.leads:
             return self._follow()
-        report = _that_pickles(run())
+        report = _picklable(run())
         self._put(f"work {next(self._numbers)}", report)
         for rank in range(1, self.count):
             self._get(f"{rank} is done")
         self._store.set("all are done", "")
         return report
 
-    @without_the_store_a_rank_error
+    @store_errors_as_rank_errors
     def share(
         self,
         work: Work,
@@ -184,7 +184,7 @@ class Workers(Ranks):
         def fetch(number_of_part: int) -> None:
             nonlocal usual
             found = self._get(f"part {number} {number_of_part}")
-            if isinstance(found, Trouble):
+            if isinstance(found, RankFailure):
                 raised[number_of_part] = RankError(f"rank {found.rank} raised {found.text}; rank 0 did not")
             elif found is None:
                 usual = False
@@ -225,7 +225,7 @@ class Workers(Ranks):
         """The next part of some work that no rank has begun; count: how many are then begun, or given up."""
         return int(self._store.add(f"next {number}", count)) - count
 
-    @without_the_store_a_rank_error
+    @store_errors_as_rank_errors
     def _follow(self) -> Report:
         for number in itertools.count():
             found = self._get(f"work {number}")
@@ -247,7 +247,7 @@ class Workers(Ranks):
             try:
                 found = problem.part(work, *work.bounds[part])
             except Exception as error:
-                found = trouble(self.rank, error)
+                found = rank_failure(self.rank, error)
             self._put(f"part {number} {part}", found)
 
     def _put(self, key: str, value: Any) -> None:
@@ -268,36 +268,36 @@ class Workers(Ranks):
         begin = looked = time.monotonic()
         while not self._store.check([key]):  # a `get` that waits prints a warning every second
             now = time.monotonic()
-            if now - looked > _BEAT_SECONDS:
-                self._look_for_trouble()
+            if now - looked > _HEARTBEAT_SECONDS:
+                self._check_ranks()
                 looked = now
             time.sleep(max(_SHORTEST_PAUSE, min(_LONGEST_PAUSE, (now - begin) / 10)))
         return bytes(self._store.get(key))
 
     def _announce(self, error: BaseException) -> None:
         """Informs the other ranks of why this one exits."""
-        if not self._store.check(["trouble"]):
+        if not self._store.check(["failure"]):
             is_known = isinstance(error, RankError)
-            text = str(error) if is_known else f"rank {self.rank} raised {trouble(self.rank, error).text}"
-            self._store.set("trouble", text)
+            text = str(error) if is_known else f"rank {self.rank} raised {rank_failure(self.rank, error).text}"
+            self._store.set("failure", text)
 
-    def _look_for_trouble(self) -> None:
+    def _check_ranks(self) -> None:
         """Raises if a rank has raised, or has sent no heartbeat for too long."""
-        if self._store.check(["trouble"]):
-            raise RankError(self._store.get("trouble").decode())
+        if self._store.check(["failure"]):
+            raise RankError(self._store.get("failure").decode())
         usual = 0.0 if self.problem is None else self.problem.seconds
         patience, now = max(_LOST_SECONDS, _LOST_CALLS * usual), time.monotonic()
         for rank in range(1, self.count) if self.leads else [0]:
-            beat = self._store.get(_alive_key(rank))
+            beat = self._store.get(_heartbeat_key(rank))
             if self._beats.get(rank, (None, 0.0))[0] != beat:
                 self._beats[rank] = beat, now
             elif now - self._beats[rank][1] > patience:
                 raise RankError(f"rank {rank} has exited or hangs: no response for {patience:.0f} s")
 
-    def _show_life(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Sends heartbeats, unless a call of func has taken far too long."""
         moved, last, number = time.monotonic(), None, 0
-        while not self._ended.wait(_BEAT_SECONDS):
+        while not self._ended.wait(_HEARTBEAT_SECONDS):
             now, call = time.monotonic(), _call_of_the_callers(self._main)
             if call is None or call is not last:
                 moved, last = now, call
@@ -307,7 +307,7 @@ class Workers(Ranks):
                 continue
             number += 1
             try:
-                self._alive.set(_alive_key(self.rank), str(number))
+                self._alive.set(_heartbeat_key(self.rank), str(number))
             except RuntimeError:  # the store has ended, and with it the check
                 return
 
@@ -321,7 +321,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _alive_key(rank: int) -> str:
+def _heartbeat_key(rank: int) -> str:
     return f"{rank} is alive"
 
 
@@ -345,7 +345,7 @@ def in_parts(items: Sequence[tuple[int, int]], seconds: float, ranks: int) -> It
             yield begin, min(begin + size, last)
 
 
-def _that_pickles(report: Report) -> Report:
+def _picklable(report: Report) -> Report:
     """The report; an exception that cannot be sent is replaced by text."""
     try:
         pickle.loads(pickle.dumps(report))

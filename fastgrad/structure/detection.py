@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad.core.errors import raise_if_transient, unless_refused
+from fastgrad.core.errors import raise_if_transient, unless_rejected
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import PROBE_COTANGENT, PROBE_DIRECTION, direction
 from fastgrad.core.tensors import checksum, largest
 from fastgrad.problem.coordinates import Block
-from fastgrad.problem.first_look import FirstLook, is_moved
+from fastgrad.problem.first_look import FirstLook, values_vary
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 from fastgrad.structure import aligned, refinement, sparsity
@@ -286,7 +286,7 @@ class ProblemPatterns(Detection):
             return True
         if self._spent >= self._budget.looks:
             return False
-        reacted = unless_refused(partial(self._probe_columns, separating))  # func may accept only single steps
+        reacted = unless_rejected(partial(self._probe_columns, separating))  # func may accept only single steps
         return reacted is not None and sparsity.explains_look(pattern, separating, reacted)
 
     def _has_room(self, entries: int) -> bool:
@@ -301,7 +301,7 @@ class ProblemPatterns(Detection):
         """Whether repeated evaluations at x are equal bit for bit; otherwise probing is impossible."""
         values = self._problem.evaluate(self._look.record_graph)
         is_steady = torch.equal(values.view(torch.int64), self._base)
-        if not is_steady and is_moved(self._problem, self._settings, values, self._look.base):
+        if not is_steady and values_vary(self._problem, self._settings, values, self._look.base):
             self._problem.irreproducible.append("at the inputs")
         return is_steady
 
@@ -320,7 +320,7 @@ class ProblemPatterns(Detection):
             return
         # A backward may accept only one-hot cotangents, or func may raise: other checks report this.
         repeat = partial(self._probed.change_when_repeated, self._vjp, self._cotangent, self._settings.atol)
-        if unless_refused(repeat):
+        if unless_rejected(repeat):
             self._problem.irreproducible.append("while a sparsity pattern was sought")
 
     @cached_property

@@ -16,7 +16,7 @@ import numpy as np
 from fastgrad.problem.coordinates import Block
 from fastgrad.structure import coloring
 from fastgrad.structure.coloring import Indices
-from fastgrad.structure.sparsity import MOST_HUBS, Mask, Pattern, starts_of, with_whole_elements
+from fastgrad.structure.sparsity import MAX_HUBS, Mask, Pattern, starts_of, with_whole_elements
 
 SEPARATES = 0.95
 """A halving is informative if one half reaches at most this share of the targets of the whole block."""
@@ -137,7 +137,7 @@ class Refinement:
         """Removes hubs (targets of most blocks) from the lists of targets, because hubs prevent grouping."""
         starts, members = self._lists
         hubs = np.bincount(members, minlength=self._targets) > HUB_SHARE * self._active.size
-        if hubs.sum() > MOST_HUBS * self._targets:
+        if hubs.sum() > MAX_HUBS * self._targets:
             return
         of_hubs = hubs[members]
         self._to_hubs = np.repeat(np.arange(self._active.size), np.diff(starts))[of_hubs], members[of_hubs]

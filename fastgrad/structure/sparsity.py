@@ -24,13 +24,13 @@ DENSE_SHARE = 1 / 16
 FEW = 16
 """Approximate number of results that are first searched for among the values of the inputs."""
 
-MOST_HUBS = 1 / 32
+MAX_HUBS = 1 / 32
 """Largest share of rows (or columns) that may be dense. If more seem dense, blocks are too large, or all are dense."""
 
 BEYOND_CHANCE = 6
 """Number of standard deviations from which a deviation of a share is significant."""
 
-HANDFUL = 8
+ALWAYS_FEW = 8
 """This many rows, or columns, always count as few."""
 
 BAND = 61
@@ -141,7 +141,7 @@ def from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) -
 
 def few(size: int) -> int:
     """The largest number of rows (or columns) that may be treated as dense, by their total number."""
-    return max(HANDFUL, int(MOST_HUBS * size))
+    return max(ALWAYS_FEW, int(MAX_HUBS * size))
 
 
 def _few_large(counts: Indices) -> Mask:
@@ -186,7 +186,7 @@ def guess_pointwise(inputs: Sequence[Block], outputs: Sequence[Block]) -> Patter
 def guess_dense(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:
     """The dense pattern; None if there are more than a few rows and columns."""
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
-    if min(n, m) > HANDFUL:
+    if min(n, m) > ALWAYS_FEW:
         return None
     return Pattern(np.arange(m + 1) * n, np.tile(np.arange(n), m), n, "a handful of dense rows or columns")
 

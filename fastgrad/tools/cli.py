@@ -220,7 +220,7 @@ def _checked_by_ranks(options: argparse.Namespace) -> int:
 
 def _checked(options: argparse.Namespace) -> int:
     _require_device(options.device)
-    _refuse_options(options)
+    _reject_options(options)
     with _aside(options):
         target = specs.target(options.function, options.input, options.keyword, options.seed, options.device)
     arguments = [specs.described(value) for value in target.inputs]
@@ -252,7 +252,7 @@ def _checked(options: argparse.Namespace) -> int:
     return code
 
 
-def _refuse_options(options: argparse.Namespace) -> None:
+def _reject_options(options: argparse.Namespace) -> None:
     """Raises a SpecError if an option excludes or lacks another one, or the HTML page cannot be written to its path."""
     if options.engine == "sketch" and not options.fast:
         raise specs.SpecError("--engine sketch compares sums of entries: it needs --fast")

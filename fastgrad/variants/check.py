@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fastgrad.api.checkers import check, default_keywords
-from fastgrad.api.settings import settings_of, take_out_own, with_precision
+from fastgrad.api.settings import pop_per_input, settings_of, with_precision
 from fastgrad.problem.arguments import flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
@@ -22,7 +22,7 @@ from fastgrad.variants import compilation, derivatives, layouts, points, state
 from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, subject_of
 from fastgrad.variants.kinks import examined
 
-_NOT_THERE = (
+_NO_SUCH_DERIVATIVE = (
     *("not implemented", "marked with @once_differentiable", "must override the setup_context"),
     *("does not require grad", "no output that requires grad", "with an output that requires grad"),
     *("does not support forward", "forward AD", "jvp", "functions with out=... arguments don't support"),
@@ -131,7 +131,7 @@ def _check_arguments(seconds: object, kwargs: object, keywords: dict[str, Any]) 
     if unknown:
         raise TypeError(f"check_variants does not take {', '.join(unknown)}; it takes {', '.join(_KEYWORDS)}.")
     given = {**default_keywords(), **keywords}
-    take_out_own(given)
+    pop_per_input(given)
     with_precision(settings_of(given), None, None, given.get("precision", "auto"))
     check_kwargs(kwargs)
     disabled = disabled_gradients()
@@ -181,7 +181,7 @@ def _outcome(variant: Variant, subject: Subject, keywords: dict[str, Any]) -> Ou
         return Outcome("not applicable", _first_line(cause))
     verdict: VariantVerdict = "undecided" if report.verdict in ("not converged", "undecided") else "failed"
     if report.failure is not None and variant.is_elsewhere:
-        return Outcome(*_at_a_made_up_point(case, verdict, line), report)
+        return Outcome(*_at_a_chosen_point(case, verdict, line), report)
     return Outcome(verdict, line, report)
 
 
@@ -205,7 +205,7 @@ def _named(func: Callable[..., Any], subject: Subject, raised: list[Exception]) 
 
 
 def _does_not_exist(variant: Variant, error: BaseException) -> bool:
-    return variant.family == "derivatives" and any(one in str(error) for one in _NOT_THERE)
+    return variant.family == "derivatives" and any(one in str(error) for one in _NO_SUCH_DERIVATIVE)
 
 
 def _of_exception(variant: Variant, case: Case, error: Exception, is_of_func: bool) -> Outcome:
@@ -226,7 +226,7 @@ def _of_exception(variant: Variant, case: Case, error: Exception, is_of_func: bo
     return Outcome("raised", text)
 
 
-def _at_a_made_up_point(case: Case, verdict: VariantVerdict, line: str) -> tuple[VariantVerdict, str]:
+def _at_a_chosen_point(case: Case, verdict: VariantVerdict, line: str) -> tuple[VariantVerdict, str]:
     """Judges a failure at a generated point: it counts only if an entry that has a derivative is wrong."""
     func, inputs = case.smooth or (case.func, case.inputs)
     try:

@@ -13,7 +13,7 @@ from fastgrad.api.jacobians import analytical_matrix
 from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.problem.problem import Problem
 
-MOST_ENTRIES = 1 << 16
+MAX_ENTRIES = 1 << 16
 """Largest number of entries of the Jacobian that are examined."""
 
 DIRECTIONS = 3
@@ -47,7 +47,7 @@ def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> Examined | No
     """
     with Problem(func, inputs, warn_of_precision=False) as problem:
         n, m = problem.n, problem.m
-        if n * m > MOST_ENTRIES:
+        if n * m > MAX_ENTRIES:
             return None
         gradient, scale = analytical_matrix(problem).cpu(), problem.coordinates().cpu().abs().clamp(min=1.0)
         slopes, smooth = torch.zeros(m, n, dtype=torch.float64), torch.zeros(m, n, dtype=torch.bool)
@@ -66,8 +66,8 @@ def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> Examined | No
     shown = rounding.unsqueeze(1) / scale <= _allowed(torch.maximum(slopes.abs(), gradient.abs().nan_to_num(0.0, 0.0)))
     exists = smooth & adds_up.unsqueeze(1) & shown
     # Zeros of a grad_output times an infinite derivative are NaN, and affect the whole column.
-    spoilt = ~exists.all(0) & ~gradient.isfinite()
-    wrong = exists & ~spoilt & ~((gradient - slopes).abs() <= _allowed(slopes.abs()))
+    not_finite_once = ~exists.all(0) & ~gradient.isfinite()
+    wrong = exists & ~not_finite_once & ~((gradient - slopes).abs() <= _allowed(slopes.abs()))
     return Examined(int((~exists).sum()), int(wrong.sum()))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastgrad.problem.validation import is_differentiable
 from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
 
-MOST_ALONE = 6
+MAX_ALONE = 6
 """Largest number of inputs for which each layout is tested separately."""
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -127,7 +127,7 @@ def of_inputs(subject: Subject) -> list[Variant]:
     positions = _strided(subject)
     return [
         Variant("layouts", f"{name}, input {i} alone", _of(make, {i}), is_elsewhere)
-        for i in (positions[:MOST_ALONE] if len(positions) > 1 else ())
+        for i in (positions[:MAX_ALONE] if len(positions) > 1 else ())
         for name, make, is_elsewhere in _LAYOUTS
         if _applies(make, subject, i)
     ]

@@ -29,7 +29,7 @@ remainder at this step is only rounding error."""
 SMALLEST_REMAINDERS = 3
 """Number of remainders from which the rate is computed: of those larger than rounding, those at the smallest steps."""
 
-LEAST_RATE = 1.5
+MIN_RATE = 1.5
 """A test passes if the rate is larger. The rate of a wrong gradient is 1, that of a right gradient is 2 or more."""
 
 
@@ -299,7 +299,7 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
         steps.append(h)
         remainders.append(abs(float(v @ change) - h * derivative))
     rate = _rate(steps, remainders, rounding)
-    return TaylorTest(rate > LEAST_RATE, rate, tuple(steps), tuple(remainders), derivative)
+    return TaylorTest(rate > MIN_RATE, rate, tuple(steps), tuple(remainders), derivative)
 
 
 def _rate(steps: list[float], remainders: list[float], rounding: float) -> float:

@@ -30,12 +30,12 @@ from fastgrad.verdict.linearity import LinearityTest, linearity_certificate
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.numerical_certificate import Incomplete, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
-from fastgrad.verdict.repeated_rows import groups_failure, movement_between
+from fastgrad.verdict.repeated_rows import groups_failure, variation_between
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 """Largest number of rows to run, one after the other, if the entries do not explain a product of the backward."""
 
-MOST_COTANGENTS = 12
+MAX_COTANGENTS = 12
 """Largest number of random cotangents. An entry that the rounding of larger entries hides in one product may show in
 another."""
 
@@ -148,7 +148,7 @@ class AnalyticalCertificate:
                 return found
             learnt.append((found.rows, found.columns))
             resolution = max(resolution, linearity.resolution)
-        found = self._proven_more(resolution)
+        found = self._tested_with_more_cotangents(resolution)
         return found if isinstance(found, Failure) or not found.is_nothing else incomplete(learnt)
 
     def _contiguous_tests(self) -> Iterator[LinearityTest]:
@@ -181,7 +181,7 @@ class AnalyticalCertificate:
             return incomplete([], refuted=True)  # without these entries, a right backward may appear nonlinear
         return failure or found
 
-    def _proven_more(self, resolution: float) -> Failure | Incomplete:
+    def _tested_with_more_cotangents(self, resolution: float) -> Failure | Incomplete:
         """Tests with further cotangents, until the rounding of large entries is unlikely to hide an entry that matters.
 
         If an entry that the pattern lacks was added to a larger entry of its column, a product contains the missing
@@ -190,7 +190,7 @@ class AnalyticalCertificate:
         is multiplied by the other component.
         """
         count = 1
-        while resolution > self._asked * self._chance ** (1 / count) and count < MOST_COTANGENTS:
+        while resolution > self._asked * self._chance ** (1 / count) and count < MAX_COTANGENTS:
             linearity = next(self._tests_of((NON_CONTIGUOUS,), count))
             found = self._result_of(linearity)
             if isinstance(found, Failure) or not found.is_nothing:
@@ -207,7 +207,7 @@ class AnalyticalCertificate:
         that the pattern lacks. In both cases, a row differs when it is run separately.
         """
         learnt: list[tuple[Indices, Indices]] = []
-        for _ in range(MOST_ROWS):
+        for _ in range(MAX_ROWS):
             suspects = linearity.suspects()
             if not suspects or (self._lacks_small_entries and self._is_small(linearity, suspects)):
                 return incomplete(learnt)
@@ -225,7 +225,7 @@ class AnalyticalCertificate:
             linearity.replace_row(row, change)
         else:
             # Perhaps these rows lack only entries that are too small for sparsity detection, and other rows do, too.
-            self._lacks_small_entries = self.changed_by <= self._hideable and self._is_small(
+            self._lacks_small_entries = self.changed_by <= self._largest_certifiable and self._is_small(
                 linearity, linearity.suspects()
             )
             return incomplete([]) if self._lacks_small_entries else incomplete(learnt, refuted=True)
@@ -238,14 +238,14 @@ class AnalyticalCertificate:
         return incomplete([], unexplained=self.bound)
 
     @property
-    def _hideable(self) -> float:
+    def _largest_certifiable(self) -> float:
         """Largest error of a product with which further cotangents can still exclude entries that matter."""
-        return float(self._asked * self._chance ** (1 / MOST_COTANGENTS))
+        return float(self._asked * self._chance ** (1 / MAX_COTANGENTS))
 
     def _is_small(self, linearity: LinearityTest, suspects: Sequence[tuple[int, int]]) -> bool:
         """Whether further cotangents can still exclude entries that matter; notes the largest error of the suspects."""
         error = _error(linearity, suspects)
-        if not error <= self._hideable:
+        if not error <= self._largest_certifiable:
             return False
         linearity.resolution = max(linearity.resolution, error)
         return True
@@ -287,7 +287,7 @@ class AnalyticalCertificate:
         if failure is not None:
             return failure
         mine = self._compression.entries_of_row(row)
-        self.changed_by = max(self.changed_by, movement_between(self._row(row), gradient))
+        self.changed_by = max(self.changed_by, variation_between(self._row(row), gradient))
         self._replaced[row] = gradient
         self.replace_values(mine, gradient[self._compression.columns[mine]])
         columns = np.flatnonzero(gradient.cpu().numpy())
@@ -333,7 +333,7 @@ class AnalyticalCertificate:
         for some in [kinds] if is_small else [(kind,) for kind in kinds]:
             excluded = self._compression.excluded_rows, self._compression.excluded_columns
             linearity = LinearityTest(
-                self._problem, self._settings, self._repeats_all, self._moving_group, some, *excluded, number
+                self._problem, self._settings, self._repeats_all, self._varying_group, some, *excluded, number
             )
             entries = self._compression.rows, self._compression.columns, self.values
             linearity.add_entries(*entries, self._compression.pattern.most_in_column)
@@ -347,7 +347,7 @@ class AnalyticalCertificate:
         """Whether every row group ran more than once."""
         return all(grouping.count <= compressed.REPEATED_GROUPS for grouping in self._compression.row_groups)
 
-    def _moving_group(self) -> Failure | None:
+    def _varying_group(self) -> Failure | None:
         """Runs every row group several times, also scaled; returns the first failure of `groups_failure`, if any."""
         for output, grouping in zip(self._problem.outputs, self._compression.row_groups, strict=True):
             for g in range(grouping.count):

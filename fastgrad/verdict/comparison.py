@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SMALL = 256
 """Largest number of entries of a Jacobian that is kept as a whole, for the message."""
 
-MOST_WORST = 8
+MAX_WORST = 8
 """Largest number of wrong entries that a comparison names."""
 
 CROWDED = 4
@@ -58,9 +58,9 @@ class Findings:
         The numerical Jacobian, if it is known: float64, shape (n, m).
     batched
         Where a vectorized VJP is known to raise or to differ.
-    moved
+    vjp_varies
         Whether a VJP is known to have given different gradients in two runs.
-    jvp_moved
+    jvp_varies
         The same for a JVP.
     domains_match
         False if a tangent is known to be complex although its output is real, or vice versa.
@@ -82,8 +82,8 @@ class Findings:
     early: Exception | None = None
     columns: Tensor | None = None
     batched: BatchedDifference | None = None
-    moved: bool = False
-    jvp_moved: bool = False
+    vjp_varies: bool = False
+    jvp_varies: bool = False
     domains_match: bool = True
     products: tuple[Tensor, Tensor] | None = None
     tangents: tuple[Tensor, list[int], Tensor] | None = None
@@ -95,7 +95,7 @@ class Findings:
         self.certificates += other.certificates
         self.sample = other.sample or self.sample
         self.backward, self.early = other.backward or self.backward, other.early or self.early
-        self.moved = self.moved or other.moved
+        self.vjp_varies = self.vjp_varies or other.vjp_varies
         if other.undecided is not None:
             self.undecided = max(other.undecided, self.undecided or 0.0)
 
@@ -347,7 +347,7 @@ class PairComparison:
         worst: tuple[Entry, ...] = ()
         if self.failing:
             suspects = self.suspects("all")
-            worst = tuple(suspects.entry(which) for which in range(min(MOST_WORST, len(suspects.inputs))))
+            worst = tuple(suspects.entry(which) for which in range(min(MAX_WORST, len(suspects.inputs))))
         sum_analytical, sum_numerical, re, im = self.sums
         analytical, numerical = self.matrices or (None, None)
         return Comparison(

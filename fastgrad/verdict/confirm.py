@@ -19,7 +19,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, modulus
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.comparison import MOST_WORST, Findings, PairComparison, spans
+from fastgrad.verdict.comparison import MAX_WORST, Findings, PairComparison, spans
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.remeasure import CLEAR_DIFFERENCE, RemeasuredEntry, Suspects, not_finite, worst_remeasured
 
@@ -29,7 +29,7 @@ UNSPECIFIED = "with masked=True, a gradient must be zero at elements that its sp
 WORST = 64
 """Number of entries, the worst ones, that are re-measured before all others."""
 
-MOST_GROUPS = 64
+MAX_GROUPS = 64
 """Largest number of groups of elements that are re-measured before the results are examined."""
 
 
@@ -166,7 +166,7 @@ def located_failure(found: list[Found]) -> Failure:
         sum_numerical=sum(modulus(n) * modulus(n) for _, n in pairs),
         sum_product=product,
         exhaustive=False,
-        worst_entries=tuple(wrong[:MOST_WORST]),
+        worst_entries=tuple(wrong[:MAX_WORST]),
         extent=_extent(wrong, head.output, head.input),
     )
     return Failure.at(
@@ -177,7 +177,7 @@ def located_failure(found: list[Found]) -> Failure:
         mode=head.mode,
         comparison=comparison,
         detail=worst.detail,
-        trouble=worst.trouble,
+        numerical_issue=worst.numerical_issue,
         convergence=worst.convergence,
     )
 
@@ -207,7 +207,7 @@ def _excess(entry: Entry) -> float:
     return excess(entry.difference, entry.allowed)
 
 
-def _survivor(
+def _first_confirmed(
     problem: Problem, record_graph: bool, eps: float, suspects: Suspects, groups: Tensor
 ) -> tuple[RemeasuredEntry | None, Tensor, float]:
     """Re-measures suspected entries until one is wrong.
@@ -237,12 +237,14 @@ def _survivor(
                 remeasured, wrong, off = measure()
                 unresolved = max(unresolved, off)
                 if remeasured is not None and several:
-                    accused = suspects.of(some[wrong])
+                    suspected = suspects.of(some[wrong])
                     others = (remeasured.entry, *remeasured.others)
-                    remeasured, alone, off = _survivor(problem, record_graph, eps, accused, accused.input_elements)
+                    remeasured, alone, off = _first_confirmed(
+                        problem, record_graph, eps, suspected, suspected.input_elements
+                    )
                     unresolved = max(unresolved, off)
                     if remeasured is not None:
-                        known = {accused.input.index_at(int(place)) for place in accused.inputs[alone, 0]}
+                        known = {suspected.input.index_at(int(place)) for place in suspected.inputs[alone, 0]}
                         others = tuple(entry for entry in others if entry.input_index not in known)
                         remeasured = replace(remeasured, others=remeasured.others + others)
                     elif not bool(measure()[1].any()):
@@ -251,7 +253,7 @@ def _survivor(
                     return remeasured, measured, unresolved
                 if not bool(wrong.any()):
                     break  # nothing looked wrong, so all steps were already taken
-            in_turn, count = in_turn[count:], min(MOST_GROUPS, count * 4)
+            in_turn, count = in_turn[count:], min(MAX_GROUPS, count * 4)
     return None, measured, unresolved
 
 
@@ -276,7 +278,7 @@ def entries_failure(
         got, wanted = (one[own].to(torch.complex128) for one in (analytical, numerical))
         places = columns[own].unsqueeze(1), rows[own].unsqueeze(1)
         suspects = Suspects(output, block, settings.of(block.index), *places, got, wanted)
-        remeasured, _, off = _survivor(problem, True, settings.eps, suspects, groups[own])
+        remeasured, _, off = _first_confirmed(problem, True, settings.eps, suspects, groups[own])
         unresolved = max(unresolved, off)
         if remeasured is not None:
             found = Found(output, block, "all", "reverse", 0, (), [], remeasured)
@@ -314,17 +316,17 @@ def _worst_remeasured(
     remeasured = not_finite(problem, plan.record_graph, suspects)
     measured = torch.zeros_like(groups, dtype=torch.bool)
     if remeasured is None:
-        remeasured, measured, unresolved = _survivor(problem, plan.record_graph, settings.eps, suspects, groups)
+        remeasured, measured, unresolved = _first_confirmed(problem, plan.record_graph, settings.eps, suspects, groups)
         if unresolved:
             findings.note_undecided(unresolved)
     if remeasured is None:
         return None, ()
     worst = [remeasured.entry, *sorted(remeasured.others, key=_excess, reverse=True)]
-    others = (~measured).nonzero().reshape(-1)[: MOST_WORST + len(worst)].tolist()
+    others = (~measured).nonzero().reshape(-1)[: MAX_WORST + len(worst)].tolist()
     entries = [suspects.entry(which) for which in others]
     named = {(entry.output_index, entry.input_index) for entry in worst}
     worst += [entry for entry in entries if (entry.output_index, entry.input_index) not in named]
-    return remeasured, tuple(worst[:MOST_WORST])
+    return remeasured, tuple(worst[:MAX_WORST])
 
 
 def mismatch_failure(
@@ -355,7 +357,7 @@ def mismatch_failure(
             )
             findings.add_pair(pair.pair(part, agrees=True))
             return None
-        unclear = 0 if remeasured.trouble else pair.within(CLEAR_DIFFERENCE * remeasured.noise)
+        unclear = 0 if remeasured.numerical_issue else pair.within(CLEAR_DIFFERENCE * remeasured.noise)
         unclear = min(unclear, pair.mismatches - 1 - len(remeasured.others))
         comparison = replace(comparison, worst=remeasured.entry, worst_entries=worst, unclear=unclear)
     findings.add_pair(pair.pair(part, agrees=False))
@@ -368,6 +370,6 @@ def mismatch_failure(
         mode=pair.mode,
         comparison=comparison,
         detail=remeasured.detail if remeasured else UNSPECIFIED if pair.unspecified else "",
-        trouble=remeasured.trouble if remeasured else None,
+        numerical_issue=remeasured.numerical_issue if remeasured else None,
         convergence=remeasured.convergence if remeasured else (),
     )

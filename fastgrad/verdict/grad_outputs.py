@@ -12,7 +12,7 @@ from torch import Tensor
 from fastgrad.core import native, torch_private
 from fastgrad.core.phases import phase
 from fastgrad.core.random import BATCH_STREAM, TANGENT_STREAM, uniform_like
-from fastgrad.engines.blocks import MOST_CACHED
+from fastgrad.engines.blocks import MAX_CACHED
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure, FailureKind, Mode
@@ -34,13 +34,13 @@ def check_zero_grad_output(
         gradients = problem.zero_gradients()
     for block, gradient in zip(problem.inputs, gradients, strict=True):
         if gradient is not None and not native.is_plain_zero(gradient, block.tensor):
-            failure = _attribute_failure(block, gradient, settings.masked)
+            failure = _other_checks_failure(block, gradient, settings.masked)
             if failure is not None:
                 return failure
     return None
 
 
-def _attribute_failure(block: Block, gradient: Tensor, masked: bool) -> Failure | None:
+def _other_checks_failure(block: Block, gradient: Tensor, masked: bool) -> Failure | None:
     expected = block.tensor
     kind: FailureKind = "incorrect gradient"
     detail = _layout_difference(gradient, expected)
@@ -180,7 +180,7 @@ def _difference(batched: Tensor | None, *single: Tensor | None) -> str | None:
 
 def batch_vectors(like: Tensor, seed: int) -> Tensor:
     """Random grad_outputs of an output, or tangents of an input: shape (BATCH, *like.shape)."""
-    make = _known_batch_vectors if like.numel() <= MOST_CACHED else _known_batch_vectors.__wrapped__
+    make = _known_batch_vectors if like.numel() <= MAX_CACHED else _known_batch_vectors.__wrapped__
     vectors = make(like.shape, like.dtype, like.device, seed)
     return vectors.clone() if make is _known_batch_vectors else vectors  # a backward may write into them
 

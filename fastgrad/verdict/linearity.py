@@ -32,11 +32,11 @@ from fastgrad.verdict.negation import linear_bound, negation_failure
 from fastgrad.verdict.repeated_rows import (
     RERUNS,
     by_inputs,
-    movement_between,
     nondeterministic,
     nonlinear_sum,
     raised_for,
-    rows_move,
+    rows_vary,
+    variation_between,
 )
 
 TERM_ROUNDING, SUM_ROUNDING = 8.0, 2.0
@@ -173,13 +173,13 @@ class LinearityTest:
         self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
         self._squares = torch.zeros_like(self._sums)
         self._gradients: Tensor | None = None
-        self._moves_by = 0.0
+        self._variation = 0.0
         self._most_terms = 1.0
         self.resolution = 0.0
 
     def take(self, gradients: Tensor, movement: float) -> None:
         """Uses known VJPs of the cotangents, shape (kinds, n); movement: how much two runs of the first one differ."""
-        self._gradients, self._moves_by = gradients, movement
+        self._gradients, self._variation = gradients, movement
 
     def certificate(self) -> Certificate:
         """The certificate for the case that the test found no failure."""
@@ -227,7 +227,7 @@ class LinearityTest:
                 self._sums = torch.where(self._excluded_columns, self._gradients, self._sums)
             if self._kinds[0] is NON_CONTIGUOUS and not self._rows_repeated:
                 # Run again immediately.
-                self._moves_by = movement_between(self._vjp(0), self._gradients[:1])
+                self._variation = variation_between(self._vjp(0), self._gradients[:1])
         return self._gradients
 
     def suspects(self) -> list[tuple[int, int]]:
@@ -264,13 +264,13 @@ class LinearityTest:
     def _measured_rounding(self, gradients: Tensor) -> Tensor:
         """Rounding of the VJPs or, if larger, their allowed difference from run to run: float64, shape (kinds, n)."""
         rounding = measured_rounding(self._vjps, gradients, self._term_sizes, self._problem.unit_roundoff)
-        return torch.maximum(rounding, self._movement_allowed(gradients)) if self._settings.nondet_tol else rounding
+        return torch.maximum(rounding, self._allowed_variation(gradients)) if self._settings.nondet_tol else rounding
 
     @property
     def _term_sizes(self) -> Tensor:
         return term_sizes(self._squares, self._sums)
 
-    def _movement_allowed(self, gradients: Tensor) -> Tensor:
+    def _allowed_variation(self, gradients: Tensor) -> Tensor:
         """Allowed error of VJPs that may vary from run to run: float64, shape (kinds, n)."""
         moved = torch.zeros_like(gradients)
         for _ in range(RERUNS):
@@ -281,7 +281,7 @@ class LinearityTest:
     def _nonlinear(self, gradients: Tensor) -> Failure | None:
         atol, rtol = tolerances(self._problem, self._settings)
         rtol = rtol + ROUNDING * self._problem.unit_roundoff
-        measured = partial(self._movement_allowed, gradients)
+        measured = partial(self._allowed_variation, gradients)
         sums = self._sums, self._squares
         found = disagreement(self.cotangents, gradients, *sums, self._settings, atol, rtol, measured)
         if found is None:
@@ -326,13 +326,13 @@ class LinearityTest:
         """
         unit, m = ROUNDING * self._problem.unit_roundoff, self._problem.m
         if differ(gradients, self._sums, unit * m**0.5 * largest(self._sums), False):
-            self._moves_by = max(self._moves_by, *(movement_between(self._vjps(), gradients) for _ in range(RERUNS)))
-        if not self._moves_by:
+            self._variation = max(self._variation, *(variation_between(self._vjps(), gradients) for _ in range(RERUNS)))
+        if not self._variation:
             return None
         failure = self._moving()
         rounding = unit * m * largest(self._term_sizes)  # if the same terms are added up in another order
         movements = float(self.cotangents.abs().sum(1).amax())  # factor of the movement of single rows
-        if failure is None and self._moves_by > max(rounding, self._settings.nondet_tol * movements):
+        if failure is None and self._variation > max(rounding, self._settings.nondet_tol * movements):
             return nondeterministic(self._problem.outputs[0])
         return failure
 
@@ -370,10 +370,10 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
                 return failure("dtype"), found
             if not match.sizes:
                 return failure("size"), found
-            if not match.repeats and rows_move(problem, output, part, element, 1, settings.nondet_tol):
+            if not match.repeats and rows_vary(problem, output, part, element, 1, settings.nondet_tol):
                 return failure("nondeterministic"), found
             pairs = by_inputs(problem.inputs, settings, rows, again)
-            moves = not match.repeats and settings.nondet_tol and rows_move(problem, output, part, element, 1, 0.0)
+            moves = not match.repeats and settings.nondet_tol and rows_vary(problem, output, part, element, 1, 0.0)
             room = settings.nondet_tol if moves else 0.0
             if not match.repeats and any(differ(left, right, own.atol + room, False) for own, left, right in pairs):
                 detail = (

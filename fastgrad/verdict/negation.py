@@ -14,7 +14,7 @@ from fastgrad.report.failure import Failure, Mode
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.locate import locate
 
-MOST_COMPONENTS = 8
+MAX_COMPONENTS = 8
 """Largest number of components of a product, the worst ones, that are traced to an element of the vector."""
 
 
@@ -40,12 +40,12 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
         return products(factors) + products(-factors)
 
     plus, minus = products(vector), products(-vector)
-    spoilt = (plus.isfinite() & ~minus.isfinite()).nonzero()
-    if spoilt.numel():
-        return _not_finite(problem, mode, int(spoilt[0]), plus, minus)
+    not_finite_once = (plus.isfinite() & ~minus.isfinite()).nonzero()
+    if not_finite_once.numel():
+        return _not_finite(problem, mode, int(not_finite_once[0]), plus, minus)
     sums = plus + minus
     sizes = sums.abs().nan_to_num(0.0, 0.0, 0.0)  # components of plus that are not finite were compared elsewhere
-    for component in sizes.argsort(descending=True)[:MOST_COMPONENTS].tolist():
+    for component in sizes.argsort(descending=True)[:MAX_COMPONENTS].tolist():
         if not sizes[component] > settings.atol / 2 + settings.nondet_tol:
             break
         element = locate(lambda part, c=component: even(part)[c].item(), vector, sums[component].item())  # type: ignore[misc]

@@ -20,7 +20,7 @@ from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, largest
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import dense_is_small
-from fastgrad.engines.sketch import Differences, derivatives_move, directional_differences
+from fastgrad.engines.sketch import Differences, derivatives_vary, directional_differences
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
@@ -31,10 +31,10 @@ from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.confirm import Found, entries_failure, entry_at, entry_in_row, located_failure
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
 
-MOST_SUSPECTS = 8
+MAX_SUSPECTS = 8
 """Largest number of rows, and of columns, that are examined after a failed certificate."""
 
-MOST_PEELED = 8
+MAX_PEELED = 8
 """Largest number of harmless entries of a row (those that differ at eps, but are right when re-measured) that are
 subtracted from its unexplained part."""
 
@@ -68,19 +68,19 @@ FEW_HIDING = 2.0**-8
 """Largest share of outputs that may hide entries which matter, for example outputs next to kinks. The check is then
 undecided. If more outputs may hide entries, the pattern is sought by comparing outputs bit by bit instead."""
 
-MOST_SEPARATED = 64
+MAX_SEPARATED = 64
 """Largest number of outputs that may hide entries, and of columns of these outputs, to examine separately."""
 
 SOON_SEPARATED = 16
 """Up to this many such outputs and columns are examined separately after the first of the further steps. The other four
 would take 48 evaluations, and 48 for repeats; each column takes two."""
 
-MOST_FOLLOW_UP_CALLS = 200
+MAX_FOLLOW_UP_CALLS = 200
 """Number of calls that further steps may take: six steps in three directions with four evaluations each, the same again
 without the columns that are examined separately, and these columns. Repeats of these steps are not counted. If the
 dense engine takes no more calls, it is used instead."""
 
-MOST_WRONG_SHARE = 1 / 4
+MAX_WRONG_SHARE = 1 / 4
 """If more than this share of the rows is wrong, kinks are not the reason, and smaller steps do not help."""
 
 
@@ -276,7 +276,7 @@ class NumericalCertificate:
             self._explained_to(found.allowed / self._margin)
         if not explained or self._hiding.numel():
             self._repeat(taken)
-            if dense_is_small(self._problem, self._settings, MOST_FOLLOW_UP_CALLS):
+            if dense_is_small(self._problem, self._settings, MAX_FOLLOW_UP_CALLS):
                 return None
             rows = self._unexplained_rows(count, analytical)
             if analytical is not None and row_of is not None:
@@ -293,14 +293,14 @@ class NumericalCertificate:
     def follow(self, rows: list[int], row_of: Callable[[int], Tensor]) -> Failure | Incomplete:
         """The failure of a wrong entry in some rows or, if there is none, the missing entries of these rows."""
         learnt: list[tuple[Indices, Indices]] = []
-        for row in rows[:MOST_SUSPECTS]:
+        for row in rows[:MAX_SUSPECTS]:
             gradient = row_of(row)
             found = self._subtracted_entries(row, gradient)
             if not isinstance(found, list):
                 return found
             columns = np.union1d(np.flatnonzero(gradient.cpu().numpy()), [j for entry in found for j in entry.columns])
             learnt.append((np.full(columns.size, row), columns.astype(np.int64)))
-        return incomplete(learnt, refuted=len(rows) > MOST_SUSPECTS)
+        return incomplete(learnt, refuted=len(rows) > MAX_SUSPECTS)
 
     def row_failure(self, row: int, gradient: Tensor) -> Failure | None:
         """The failure if a row of the backward, run separately, is wrong by the allclose rule; gradient: shape (n,)."""
@@ -348,7 +348,7 @@ class NumericalCertificate:
                 known = known.where(excluded[0], 0.0)
             rows, hiding = known.isinf(), known / self._margin > self.asked
             unexplained = int(rows.sum())
-            if not bool(hiding.any()) or (step == 1.0 and unexplained > MOST_WRONG_SHARE * rows.numel()):
+            if not bool(hiding.any()) or (step == 1.0 and unexplained > MAX_WRONG_SHARE * rows.numel()):
                 break
             if step == 1.0:
                 steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
@@ -358,7 +358,7 @@ class NumericalCertificate:
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         refuted = torch.stack([error[0] for error in errors.values()]).amax(0)
         worst_first = rows.nonzero().reshape(-1)[refuted[rows].argsort(descending=True)]
-        self._refuting = dict(zip(worst_first[:MOST_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False))
+        self._refuting = dict(zip(worst_first[:MAX_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False))
         self._count, self._excluded = count, excluded
         self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         return worst_first.tolist()
@@ -392,7 +392,7 @@ class NumericalCertificate:
         """
         compression = self._compression
         rows = torch.unique(torch.cat([self._hiding, self._hiding.new_tensor(unexplained)]))
-        columns = self._separable_columns(rows, MOST_SEPARATED)
+        columns = self._separable_columns(rows, MAX_SEPARATED)
         if columns is None:
             return None, unexplained
         mine = torch.isin(compression.rows, rows)
@@ -438,7 +438,7 @@ class NumericalCertificate:
             k = int(errors.abs().nan_to_num(torch.inf).argmax())
             if abs(errors[k].item()) <= allowed:
                 return found
-            if len(found) == MOST_PEELED:
+            if len(found) == MAX_PEELED:
                 break
             where = row, gradient, differences.directions[k], differences.eps, errors[k].item(), found
             entry = entry_in_row(problem, settings, *where)
@@ -554,4 +554,4 @@ def _change(repeat: Callable[[], Differences], before: int, settings: Settings, 
     if checksum(second.derivatives) == before:
         return False
     third, rounding = repeat().derivatives, second.rounding * base.abs()
-    return torch.equal(third, second.derivatives) or derivatives_move(settings, third, second.derivatives, rounding)
+    return torch.equal(third, second.derivatives) or derivatives_vary(settings, third, second.derivatives, rounding)

@@ -12,10 +12,10 @@ from fastgrad.core.phases import phase
 from fastgrad.engines.ridders import Refinement, measured, settled
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.failure import Difference, Entry, Trouble, modulus
+from fastgrad.report.failure import Difference, Entry, NumericalIssue, modulus
 from fastgrad.report.settings import Tolerances
 
-MOST_UNDECIDED_ERROR = 64.0
+MAX_UNDECIDED_ERROR = 64.0
 """Largest error of a derivative, in units of the tolerance, for which an entry is undecided, for example because of
 rounding next to a kink. With a larger error, the derivative counts as not converged."""
 
@@ -23,7 +23,7 @@ CLEAR_DIFFERENCE = 16.0
 """The least difference for which a few steps suffice to show that an entry is wrong, in units of the sum of its
 tolerance and the estimated error of its derivative."""
 
-MOST_OTHER_ENTRIES = 7
+MAX_OTHER_ENTRIES = 7
 """Largest number of wrong entries to report in addition to the worst one."""
 
 
@@ -88,7 +88,7 @@ class RemeasuredEntry:
 
     entry: Entry
     detail: str
-    trouble: Trouble | None = None
+    numerical_issue: NumericalIssue | None = None
     convergence: tuple[Difference, ...] = ()
     others: tuple[Entry, ...] = ()
     noise: float = 0.0
@@ -112,7 +112,7 @@ def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> Reme
     order = votes.sum(0).argsort(descending=True, stable=True)
     worst = int(order[0])
     output, block = suspects.output, suspects.input
-    entries = [suspects.entry(int(i)) for i in order[: min(int(wrong.sum()), 1 + MOST_OTHER_ENTRIES)]]
+    entries = [suspects.entry(int(i)) for i in order[: min(int(wrong.sum()), 1 + MAX_OTHER_ENTRIES)]]
     entry = entries[0]
     where = f"input {block.index} at {list(entry.input_index)} is {_number(x[worst])}"
     if bool(of_func[worst]):
@@ -158,7 +158,7 @@ def worst_remeasured(
         columns = _refined(problem, record_graph, eps, groups, quickly=True)
         clear = _clearly_wrong(suspects, columns)
         if bool(clear.any()):
-            return _survivor_of(suspects, columns, clear), clear, 0.0
+            return _worst_of(suspects, columns, clear), clear, 0.0
     columns = _refined(problem, record_graph, eps, groups, quickly=False)
     values, errors, converged = _values_and_errors(suspects, columns)
     allowed = own.allowed(values)
@@ -169,13 +169,13 @@ def worst_remeasured(
     # A gradient is wrong if it agrees only with slopes that come from rounding inside func.
     converged &= ~(doubtful & agrees)
     off = errors.abs()
-    is_open = agrees & ~converged & ~doubtful & ~jumps & (off <= MOST_UNDECIDED_ERROR * allowed)
-    for which in map(int, is_open.nonzero().reshape(-1)):  # tensor subclasses have no tolist
+    is_undecided = agrees & ~converged & ~doubtful & ~jumps & (off <= MAX_UNDECIDED_ERROR * allowed)
+    for which in map(int, is_undecided.nonzero().reshape(-1)):  # tensor subclasses have no tolist
         rows = _rows_of(suspects, which)
-        is_open[which] = all(column.is_kink(row, own) for column in columns for row in rows)
-    unresolved = float(off[is_open].amax()) if bool(is_open.any()) else 0.0
-    wrong = ~(agrees & (converged | is_open)) | _moved(suspects, columns)
-    return _survivor_of(suspects, columns, wrong) if bool(wrong.any()) else None, wrong, unresolved
+        is_undecided[which] = all(column.is_kink(row, own) for column in columns for row in rows)
+    unresolved = float(off[is_undecided].amax()) if bool(is_undecided.any()) else 0.0
+    wrong = ~(agrees & (converged | is_undecided)) | _moved(suspects, columns)
+    return _worst_of(suspects, columns, wrong) if bool(wrong.any()) else None, wrong, unresolved
 
 
 def _moved(suspects: Suspects, columns: list[Refinement]) -> Tensor:
@@ -246,7 +246,7 @@ def _rows_of(suspects: Suspects, entry: int) -> range:
     return range(entry * width, (entry + 1) * width)
 
 
-def _survivor_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -> RemeasuredEntry:
+def _worst_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -> RemeasuredEntry:
     """The worst of the wrong entries, and further wrong entries, for the report."""
     own = suspects.tolerances
     values, errors, converged = _values_and_errors(suspects, columns)
@@ -255,18 +255,18 @@ def _survivor_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -
     excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
     worst_first = excess.argsort(descending=True, stable=True)
     # Tensor subclasses have no tolist.
-    order = [int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MOST_OTHER_ENTRIES)]]
+    order = [int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MAX_OTHER_ENTRIES)]]
     entries, moved = [], _moved(suspects, columns)
     for which in order:
         sure = bool(converged[which]) and not bool(moved[which])
         refined = (complex(values[which]), float(errors[which].abs())) if sure else ()
         entries.append(suspects.entry(which, *refined))
     worst = order[0]
-    trouble = _trouble(columns, suspects, worst, bool(converged[worst]), bool(moved[worst]))
+    numerical_issue = _numerical_issue(columns, suspects, worst, bool(converged[worst]), bool(moved[worst]))
     convergence = _convergence(columns, suspects.outputs.shape, worst)
     moves = _entries([column.moves.reshape(suspects.outputs.shape) for column in columns]).abs()
     noise = torch.where(converged, (values - suspects.numerical).abs() + moves, 0.0).nan_to_num(0.0, 0.0)
-    return RemeasuredEntry(entries[0], *trouble, convergence, tuple(entries[1:]), float(noise.amax()))
+    return RemeasuredEntry(entries[0], *numerical_issue, convergence, tuple(entries[1:]), float(noise.amax()))
 
 
 def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:
@@ -303,9 +303,9 @@ def _entries(columns: list[Tensor]) -> Tensor:
     return torch.complex(column[:, 0], column[:, 1] if column.shape[1] == 2 else torch.zeros_like(column[:, 0]))
 
 
-def _trouble(
+def _numerical_issue(
     columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, moved: bool
-) -> tuple[str, Trouble | None]:
+) -> tuple[str, NumericalIssue | None]:
     """Special properties of the worst entry's derivative: a clause, and the name of the property."""
     own, width = suspects.tolerances, suspects.outputs.shape[1]
     jump = max((column.jumps[row].item() for column in columns for row in _rows_of(suspects, worst)), key=abs)

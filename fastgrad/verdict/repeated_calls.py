@@ -12,10 +12,10 @@ from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.tensors import differ, largest, near
-from fastgrad.engines.blocks import MOST_AT_ONCE, MOST_CACHED, JacobianBlock
+from fastgrad.engines.blocks import MAX_AT_ONCE, MAX_CACHED, JacobianBlock
 from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, NON_CONTIGUOUS, SPARSE
 from fastgrad.problem.coordinates import Block, block_with
-from fastgrad.problem.first_look import is_moved
+from fastgrad.problem.first_look import values_vary
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate
@@ -43,7 +43,7 @@ SUM_MULTIPLE = -(2.0**-6)
 The multiple is small and has the opposite sign: a backward that limits the size of grad_output, or depends on its sign,
 treats it differently."""
 
-MOST_CALLS = 128
+MAX_CALLS = 128
 """Least number of calls of a custom backward in an exact check, and of func before a VJP on the first graph is run
 again; or the number of calls in torch's checker, if it is smaller. A backward that is wrong from one of these calls on
 is found."""
@@ -53,7 +53,7 @@ class RepeatedCalls:
     """Runs a few VJPs before all others and repeats them at the end of a check, to find state in a custom backward.
 
     Only a custom backward can keep state. torch's checker, which runs each row twice, finds a backward that is wrong
-    from some call on. So does this class, if the call is among the first MOST_CALLS or, in fast mode, among the calls
+    from some call on. So does this class, if the call is among the first MAX_CALLS or, in fast mode, among the calls
     of the check.
 
     Attributes
@@ -65,7 +65,7 @@ class RepeatedCalls:
     def __init__(self, problem: Problem | SmallBackward, settings: Settings) -> None:
         self._problem = problem
         self._settings = settings
-        self._most = 0 if settings.fast_mode else min(2 * problem.m, MOST_CALLS)
+        self._most = 0 if settings.fast_mode else min(2 * problem.m, MAX_CALLS)
         self.rows: dict[int, Tensor] = {}
         self._raised: Exception | None = None
         self._moved: Block | None = None
@@ -85,7 +85,7 @@ class RepeatedCalls:
         if m > 1:
             self._outputs = [-1, *self._outputs, -1]
         self._calls = range(len(self._outputs))
-        self._at_once = len(self._calls) if problem.n + m <= MOST_AT_ONCE else 1
+        self._at_once = len(self._calls) if problem.n + m <= MAX_AT_ONCE else 1
 
     def run_first(self) -> None:
         """Runs the first VJPs, unless they are known; keeps exceptions for `failure`."""
@@ -131,7 +131,7 @@ class RepeatedCalls:
 
     def _cotangents(self, calls: range) -> Tensor:
         m, seed, device, rows = self._problem.m, self._settings.seed, self._problem.device, tuple(self._rows)
-        if m <= MOST_CACHED:
+        if m <= MAX_CACHED:
             return _cached_cotangents(m, seed, device, rows, range(len(rows) + 2))[calls.start : calls.stop]
         return _cached_cotangents.__wrapped__(m, seed, device, rows, calls)
 
@@ -153,14 +153,14 @@ class RepeatedCalls:
             torch.maximum(sizes, gradient.abs(), out=sizes)
 
     def run_more_rows(self) -> dict[int, Tensor]:
-        """Further rows, run separately: all others if there are at most MOST_CALLS, otherwise evenly spaced ones.
+        """Further rows, run separately: all others if there are at most MAX_CALLS, otherwise evenly spaced ones.
 
         Each row is float64, shape (n,); keys: row numbers. Empty in fast mode, or if vectors take much memory.
         """
         problem = self._problem
         if not self._most or not self.rows or self._at_once == 1:
             return {}
-        some = [row for row in range(0, problem.m, -(-problem.m // MOST_CALLS)) if row not in self.rows]
+        some = [row for row in range(0, problem.m, -(-problem.m // MAX_CALLS)) if row not in self.rows]
         cotangents = torch.zeros(len(some), problem.m, dtype=torch.float64, device=problem.device)
         cotangents[range(len(some)), some] = 1.0
         outputs = [block_with(problem.outputs, row).index for row in some]
@@ -198,7 +198,7 @@ class RepeatedCalls:
     def failure(self, one_round: bool = False) -> Failure | None:
         """Repeats the first VJPs, after all others, and returns a failure if one differs; raises an earlier exception.
 
-        one_round: whether to end after one round, even if the check then makes fewer than MOST_CALLS calls.
+        one_round: whether to end after one round, even if the check then makes fewer than MAX_CALLS calls.
         """
         if self._raised is not None:
             raise self._raised
@@ -217,15 +217,15 @@ class RepeatedCalls:
 
         Later calls of func may overwrite what the first call saved. torch's checker also calls func between the forward
         and the backward of a graph, twice per input coordinate. An exact check also calls func that often, but at most
-        MOST_CALLS times. If func changes its inputs, no graph is valid after another call.
+        MAX_CALLS times. If func changes its inputs, no graph is valid after another call.
         """
         if self._known is None or self._problem.mutates_inputs:
             return None
         problem, settings = self._problem, self._settings
         if isinstance(problem, Problem) and not settings.fast_mode:
             base = problem.base()
-            for _ in range(min(2 * problem.n, MOST_CALLS) - problem.evaluations_since_first_graph()):
-                if is_moved(problem, settings, problem.evaluate(True, problem.nowhere()), base):
+            for _ in range(min(2 * problem.n, MAX_CALLS) - problem.evaluations_since_first_graph()):
+                if values_vary(problem, settings, problem.evaluate(True, problem.nowhere()), base):
                     return nondeterministic_func(problem.outputs[0], "at the inputs")
         number, known = self._outputs[0], self._known[:1]
         again = problem.vjp_of_older_graph(self._cotangents(range(1)), None if number < 0 else problem.outputs[number])
@@ -251,7 +251,7 @@ class RepeatedCalls:
 
     def _first_moved(self, known: Tensor, order: list[int]) -> Block | None:
         """The output of the first call, in this order, whose gradient differs from the known one; None if none does."""
-        run = partial(first_moving, self._problem, self._settings)
+        run = partial(first_varying, self._problem, self._settings)
         if self._at_once == len(self._calls):
             cotangents, tolerance = self._cotangents(self._calls), partial(self._tolerance, known)
             moving, rounding = run(cotangents, self._outputs, known, order, tolerance)
@@ -313,7 +313,7 @@ def repeated_calls_certificate(what: str, last: int, tolerance: float) -> Certif
     return Certificate(claim, f"{what}: early, and again after all others", tolerance, "differences")
 
 
-def first_moving(
+def first_varying(
     problem: Problem | SmallBackward,
     settings: Settings,
     cotangents: Tensor,

@@ -27,10 +27,10 @@ ALONG_DIRECTION = "along a random direction"
 """Where func gave other values, for `nondeterministic_func`, if differences along a direction showed this."""
 
 
-def moving_repeat(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
+def varying_repeat(problem: Problem, block: JacobianBlock, settings: Settings) -> Failure | None:
     """The failure if the repeated rows, for all inputs, differ from run to run by more than nondet_tol."""
     rows = problem, block.output, block.part, block.first_row, block.repeated.shape[0], settings.nondet_tol
-    if any(rows_move(*rows) for _ in range(RERUNS)):
+    if any(rows_vary(*rows) for _ in range(RERUNS)):
         return Failure.at("nondeterministic", block.output, part=block.part)
     return None
 
@@ -44,7 +44,7 @@ def rerun(problem: Problem, block: JacobianBlock) -> tuple[Tensor, Tensor]:
     return rows, repeated
 
 
-def moved_once(block: JacobianBlock, again: tuple[Tensor, Tensor], settings: Settings) -> Failure | None:
+def varied_once(block: JacobianBlock, again: tuple[Tensor, Tensor], settings: Settings) -> Failure | None:
     """The failure if rows of a block differ from those of `rerun` by more than nondet_tol, even if only once."""
     start = block.input.first + block.first_column
     known = block.analytical[: block.repeated.shape[0]], block.repeated
@@ -155,7 +155,7 @@ def gradients_agree(inputs: Sequence[Block], settings: Settings, left: Tensor, r
     )
 
 
-def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Failure | None:
+def varying_row(problem: Problem, settings: Settings, rows_per_block: int) -> Failure | None:
     """Runs each row twice that was not yet repeated; returns a failure if two runs differ by more than nondet_tol."""
     for output in problem.outputs:
         parts: tuple[Part, ...] = ("imaginary", "real") if output.is_complex else ("all",)
@@ -163,12 +163,12 @@ def moving_row(problem: Problem, settings: Settings, rows_per_block: int) -> Fai
         for part in parts:
             for first in range(REPEATED_ROWS, elements, rows_per_block):
                 count = min(rows_per_block, elements - first)
-                if rows_move(problem, output, part, first, count, settings.nondet_tol):
+                if rows_vary(problem, output, part, first, count, settings.nondet_tol):
                     return Failure.at("nondeterministic", output, part=part)
     return None
 
 
-def rows_move(problem: Problem, output: Block, part: Part, first: int, count: int, nondet_tol: float) -> bool:
+def rows_vary(problem: Problem, output: Block, part: Part, first: int, count: int, nondet_tol: float) -> bool:
     """Whether two runs with the same one-hot cotangents differ by more than nondet_tol, as in torch's checker."""
     rows, again, match = problem.analytical_rows(
         output, part == "imaginary", first, count, problem.inputs, repeated=count
@@ -180,7 +180,7 @@ def rows_move(problem: Problem, output: Block, part: Part, first: int, count: in
     )
 
 
-def movement_between(again: Tensor, gradient: Tensor) -> float:
+def variation_between(again: Tensor, gradient: Tensor) -> float:
     """The largest difference between two runs; infinite if they differ and one of them contains a NaN."""
     if torch.equal(again, gradient):
         return 0.0

@@ -17,9 +17,9 @@ from fastgrad.engines.compressed import Compression
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.analytical_certificate import MOST_COTANGENTS, SAME
+from fastgrad.verdict.analytical_certificate import MAX_COTANGENTS, SAME
 from fastgrad.verdict.linearity import NEGLIGIBLE, SUM_ROUNDING, TERM_ROUNDING, measured_rounding, term_sizes
-from fastgrad.verdict.repeated_calls import MOST_CALLS
+from fastgrad.verdict.repeated_calls import MAX_CALLS
 from fastgrad.verdict.tangents import tangent_directions
 
 CLAIM = "the forward-mode entries outside the sparsity pattern are zero, and jvp is linear in its tangent"
@@ -68,7 +68,7 @@ class TangentCertificate:
         columns = {block.first + k for block in inputs for k in one_hot_elements(block.size, self._settings.seed)}
         if self._problem.is_custom:
             n = self._problem.n
-            columns.update(k * n // min(n, MOST_CALLS) for k in range(min(n, MOST_CALLS)))
+            columns.update(k * n // min(n, MAX_CALLS) for k in range(min(n, MAX_CALLS)))
         return sorted(columns)
 
     def _sums_agree(self, wanted: float) -> bool:
@@ -83,7 +83,7 @@ class TangentCertificate:
             resolution = max(resolution, found)
             self._bound = resolution / chance ** (1 / count)
             self._tangents = count + 1
-            if self._bound <= wanted or count == MOST_COTANGENTS:
+            if self._bound <= wanted or count == MAX_COTANGENTS:
                 return self._bound <= wanted
             stream = TANGENT_STREAM + 16 * count
             tangents = direction(self._problem.n, self._settings.seed, stream, device=self._problem.device)[None]

@@ -650,11 +650,11 @@ def test_every_input_has_its_own_tolerance(
     report = verdict(own)
     assert report.passed, failure_message(report)
     assert not any("measured again" in note for note in report.notes)  # nothing differs at eps
-    left_open = any("decided by the exact engine" in note for note in report.notes)
+    undecided_sums = any("decided by the exact engine" in note for note in report.notes)
     if tolerance == "rtol" or engine["engine"] != "sketch":
-        assert left_open == (engine["engine"] == "sketch")  # there is no common bound for all sums of entries
+        assert undecided_sums == (engine["engine"] == "sketch")  # there is no common bound for all sums of entries
     assert report.plan is not None
-    assert report.plan.engine == ("dense" if left_open else engine["engine"])
+    assert report.plan.engine == ("dense" if undecided_sums else engine["engine"])
     assert verdict({f"inputs[{which}]": loose, f"inputs[{1 - which}]": tight}).passed
     allowed = verdict(other).failure.comparison.worst.allowed  # type: ignore[union-attr]
     assert allowed < 1e-3  # the tolerance of the input that is wrong

@@ -52,7 +52,7 @@ VALUES = [math.inf, -math.inf, math.nan, 0.0, 1e300, 1e-300, 1e160]
 
 # eps changes no value of 1e160 or more, so torch compares with zero.
 STEPS_ARE_REALIZED = 1e160
-MOST_CALLS = 3000
+MAX_CALLS = 3000
 """Of func, in a check of three elements, its evidence included."""
 
 
@@ -63,7 +63,7 @@ class Counted:
 
     def __call__(self, v: Tensor) -> Tensor:
         self.calls += 1
-        assert self.calls <= MOST_CALLS, "the check does not end"
+        assert self.calls <= MAX_CALLS, "the check does not end"
         return self.func(v)
 
 
@@ -118,7 +118,7 @@ class Passing(torch.autograd.Function):
 def test_what_is_not_finite_is_named(func: Func, x: Tensor, words: str) -> None:
     report = fastgrad.check(func, x)
     assert report.failure is not None
-    assert report.failure.trouble == "not finite"
+    assert report.failure.numerical_issue == "not finite"
     assert report.causes[0].name == "not finite"
     with pytest.raises(fastgrad.GradcheckError, match=words):
         fastgrad.gradcheck(func, (x,))

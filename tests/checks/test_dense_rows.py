@@ -15,7 +15,7 @@ from fastgrad.checks.order import check
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 from fastgrad.structure.sparsity import Pattern
-from fastgrad.verdict.repeated_calls import MOST_CALLS
+from fastgrad.verdict.repeated_calls import MAX_CALLS
 from tests.checks.test_compressed import normal
 from tests.costs import set_costs
 
@@ -123,7 +123,7 @@ ALONE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, int]] = {
         lambda w: scale()(torch.arange(1.0, N, dtype=w.dtype), w),
         (normal(1).reshape(()),),
         "1 dense column",
-        80 + MOST_CALLS,
+        80 + MAX_CALLS,
     ),
 }
 

@@ -31,7 +31,7 @@ SETTINGS = Settings()
 
 @pytest.fixture(autouse=True)
 def vectorizes_from_six_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_block, "FEWEST_VECTORIZED", 6)
+    monkeypatch.setattr(one_block, "MIN_VECTORIZED", 6)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

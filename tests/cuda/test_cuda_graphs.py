@@ -146,7 +146,7 @@ def test_refused_rows(
     state = generator.get_state()
     with Problem(doubled(lambda grad, _: change(grad)), (x,)) as problem:
         (output,) = problem.outputs
-        with pytest.raises(executor.RefusedError, match=reason):
+        with pytest.raises(executor.RejectedError, match=reason):
             next(cuda_graph.analytical_rows(problem, output, False, 0, [40], problem.inputs))
         rows, _, _ = problem.analytical_rows(output, False, 0, 40, problem.inputs)
     generator.set_state(state)
@@ -157,7 +157,7 @@ def test_a_graph_of_the_users_keeps_rows_from_being_captured(device: torch.devic
     x = leaf(40).detach().to(device).requires_grad_()
     kept = x.sin()  # the node of x belongs to this stream, and all graphs of x use it
     with Problem(lambda x: x.cumsum(0), (x,)) as problem:
-        refused = pytest.raises(executor.RefusedError, match="backward runs on streams of its own")
+        refused = pytest.raises(executor.RejectedError, match="backward runs on streams of its own")
         with refused:
             next(cuda_graph.analytical_rows(problem, problem.outputs[0], False, 0, [40], problem.inputs))
     assert kept.requires_grad
@@ -224,7 +224,7 @@ def test_refused(
     generator = torch.cuda.default_generators[device.index]
     state = generator.get_state()
     with Problem(func, (x,)) as problem:
-        with pytest.raises(executor.RefusedError, match=reason):
+        with pytest.raises(executor.RejectedError, match=reason):
             cuda_graph.difference_columns(problem, 0, 40, EPS, False)
         assert torch.equal(x.detach(), bits)
         # Afterwards single calls are made, then another capture.

@@ -15,9 +15,9 @@ import fastgrad  # noqa: F401  (registers the operators)
 
 ops = torch.ops.fastgrad
 STEP = 2.0**-24
-BLOCK, MOST_BLOCKS = 256, 4096
+BLOCK, MAX_BLOCKS = 256, 4096
 """As in csrc/cuda/launch.h."""
-SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, MOST_BLOCKS * BLOCK + 1]
+SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, MAX_BLOCKS * BLOCK + 1]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,

@@ -456,7 +456,7 @@ def test_complex_entries(change: Callable[[Tensor], Tensor], part: str, cause: C
 
 
 EXPERIMENTS: list[tuple[Evidence, CauseName]] = [
-    (Evidence(func_moves=1e-9), "race"),
+    (Evidence(func_varies=1e-9), "race"),
     (Evidence(runs=((0.0, 0.1, 0.2), (0.0, 0.1), (0.0, 0.1, 0.2))), "saved tensor"),
     (Evidence(runs=((0.0, 0.1, 0.2), (0.3, 0.4), (0.5, 0.6, 0.7))), "saved tensor"),
     (Evidence(runs=((0.0, 0.3, 0.2), (0.1, 0.4), (0.2, 0.1, 0.3))), "race"),
@@ -557,7 +557,9 @@ def test_how_backward_is_not_linear(scaled: Any, text: str) -> None:
 
 
 def test_a_kink_leaves_no_room_for_other_causes() -> None:
-    report = report_of(-N, N, SQUARE, evidence=Evidence(other_mode=-1 + 0j), trouble="kink", detail="a kink: here")
+    report = report_of(
+        -N, N, SQUARE, evidence=Evidence(other_mode=-1 + 0j), numerical_issue="kink", detail="a kink: here"
+    )
     assert [cause.text for cause in diagnose(report)] == ["a kink: here"]
 
 

@@ -187,7 +187,7 @@ def test_a_compiled_function_is_not_looked_into() -> None:
 
 
 def test_a_large_func_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constant_parts, "MOST_ELEMENTS", 30)
+    monkeypatch.setattr(constant_parts, "MAX_ELEMENTS", 30)
     parts = ConstantParts()
     with parts:
         gated(leaf(5))

@@ -184,7 +184,7 @@ def test_large_operators(
 ) -> None:
     report = check(Counted(scale=scale), leaf(*shape), Settings(**keywords))
     assert report.sample is not None
-    assert report.sample.analytical.numel() <= samples.MOST_ENTRIES
+    assert report.sample.analytical.numel() <= samples.MAX_ENTRIES
     assert cause in [found.name for found in report.causes], report.causes
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import fastgrad
-from fastgrad.core.ranks import Trouble
+from fastgrad.core.ranks import RankFailure
 from fastgrad.distributed.causes import _causes, _Sampled, explained
 from fastgrad.distributed.placements import Difference, Space
 from fastgrad.distributed.session import Answer, _by_result, _in_words
@@ -82,7 +82,7 @@ def test_ranks_return_the_same_number_of_results() -> None:
 
 
 def test_the_rank_that_did_not_wait_is_the_cause() -> None:
-    raised, waited = Trouble(1, "ValueError: planted"), Trouble(0, "timed out", "all_reduce")
+    raised, waited = RankFailure(1, "ValueError: planted"), RankFailure(0, "timed out", "all_reduce")
     assert _in_words([raised], 2) == "rank 1 raised ValueError: planted"
     assert _in_words([waited, raised], 2) == "rank 1 raised ValueError: planted; rank 0 timed out in all_reduce"
     assert _in_words([waited], 2) == "rank 0 timed out in all_reduce; rank 1 did not enter it"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import fastgrad
 import fastgrad.distributed
 from fastgrad.distributed import RankError
-from fastgrad.distributed.check import _About, _refuse_what_does_not_fit
+from fastgrad.distributed.check import _About, _reject_what_does_not_fit
 from fastgrad.distributed.placements import Space
 
 
@@ -168,12 +168,12 @@ def about(x: Tensor, placement: Any = Replicate(), **values: Any) -> _About:  # 
 )
 def test_calls_and_parts_that_differ_are_named(others: list[_About], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        _refuse_what_does_not_fit([about(leaf(3)), *others], [4])
+        _reject_what_does_not_fit([about(leaf(3)), *others], [4])
 
 
 def test_parts_that_fit_are_accepted() -> None:
-    _refuse_what_does_not_fit([about(leaf(3)), about(leaf(3))], [0])
-    _refuse_what_does_not_fit([about(leaf(3), Shard(0)), about(leaf(5), Shard(0))], [0])
+    _reject_what_does_not_fit([about(leaf(3)), about(leaf(3))], [0])
+    _reject_what_does_not_fit([about(leaf(3), Shard(0)), about(leaf(5), Shard(0))], [0])
 
 
 @pytest.mark.parametrize("other", [lambda x: 2 * x.detach(), lambda x: (x > 0).double(), lambda x: x > 0])

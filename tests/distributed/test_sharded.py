@@ -18,8 +18,8 @@ import fastgrad
 from fastgrad.core.ranks import RankError
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
-from fastgrad.sharding.calls import described, refuse_differences
-from fastgrad.sharding.workers import _that_pickles, workers_of
+from fastgrad.sharding.calls import described, reject_differences
+from fastgrad.sharding.workers import _picklable, workers_of
 from fastgrad.tools import cli
 from tests.distributed.faults import Fault, run
 from tests.distributed.ranks import run_ranks
@@ -114,7 +114,7 @@ def test_what_differs_is_named() -> None:
         ("atol", first | {"atol": "1.0"}),
     ]:
         with pytest.raises(RankError, match="The calls of the ranks differ") as raised:
-            refuse_differences([first, first, other])
+            reject_differences([first, first, other])
         assert f": {part} is" in str(raised.value)
         assert "on rank 2" in str(raised.value)
 
@@ -164,11 +164,11 @@ def test_a_cause_that_cannot_be_sent_is_sent_as_text() -> None:
         pass
 
     report = fastgrad.check(torch.sin, torch.ones(3, dtype=torch.float64, requires_grad=True))
-    assert _that_pickles(report) is report
+    assert _picklable(report) is report
     failed = replace(report, failure=Failure("nonlinear", detail="it raised", cause=LocalError("planted")))
-    sent = pickle.loads(pickle.dumps(_that_pickles(failed)))
+    sent = pickle.loads(pickle.dumps(_picklable(failed)))
     assert str(sent.failure.cause) == "LocalError: planted"
     assert sent.failure.detail == "it raised"
     unsent = replace(report, notes=(lambda: "no text",))  # type: ignore[arg-type]
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-        _that_pickles(unsent)
+        _picklable(unsent)

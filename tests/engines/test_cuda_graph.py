@@ -239,7 +239,7 @@ def test_order_of_streams_and_life_of_the_graph(cuda: Cuda) -> None:
 
 @pytest.mark.parametrize("rest", [0, 5])
 def test_many_columns_are_captured_several_at_a_time(cuda: Cuda, rest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 25)
+    monkeypatch.setattr(cuda_graph, "MIN_REPLAYS", 25)
     size = cuda_graph.EAGER_STEPS + 72 + rest
     calls = Counted(10**6, torch.exp)
     with Problem(calls, (leaf(size),)) as problem:
@@ -248,14 +248,14 @@ def test_many_columns_are_captured_several_at_a_time(cuda: Cuda, rest: int, monk
         assert torch.equal(cuda_graph.difference_columns(problem, 0, size, EPS, False), single)
     together = size // 25
     replays, eager = divmod(size - cuda_graph.EAGER_STEPS, together)
-    assert 1 < together < cuda_graph.MOST_TOGETHER
+    assert 1 < together < cuda_graph.MAX_TOGETHER
     assert cuda.log.count("replay") == replays
     assert calls.calls == 2 * (cuda_graph.EAGER_STEPS + together + eager)
 
 
 def test_a_graph_holds_a_bounded_number_of_steps(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 1)
-    size = cuda_graph.EAGER_STEPS + 4 * cuda_graph.MOST_TOGETHER
+    monkeypatch.setattr(cuda_graph, "MIN_REPLAYS", 1)
+    size = cuda_graph.EAGER_STEPS + 4 * cuda_graph.MAX_TOGETHER
     with Problem(lambda x: x.cumsum(0), (leaf(size),)) as problem:
         single = problem.difference_columns(0, size, EPS, False)
         assert torch.equal(cuda_graph.difference_columns(problem, 0, size, EPS, False), single)
@@ -263,18 +263,18 @@ def test_a_graph_holds_a_bounded_number_of_steps(cuda: Cuda, monkeypatch: pytest
 
 
 def test_a_func_that_raises_after_the_replays(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 10)
+    monkeypatch.setattr(cuda_graph, "MIN_REPLAYS", 10)
     x = leaf(40)  # four columns at a time, so one of the 37 is left
     bits = x.detach().clone()
     func = Counted(1 + 2 * (cuda_graph.EAGER_STEPS + 4) + 1, raising(ValueError))
-    with Problem(func, (x,)) as problem, pytest.raises(executor.RefusedError, match="cannot be repeated"):
+    with Problem(func, (x,)) as problem, pytest.raises(executor.RejectedError, match="cannot be repeated"):
         cuda_graph.difference_columns(problem, 0, 40, EPS, False)
     assert cuda.log[-1] == "reset"
     assert torch.equal(x.detach(), bits)
 
 
 def test_few_columns_are_evaluated_plainly(cuda: Cuda) -> None:
-    with Problem(lambda x: x.cumsum(0), (leaf(cuda_graph.FEWEST - 1),)) as problem:
+    with Problem(lambda x: x.cumsum(0), (leaf(cuda_graph.MIN_COLUMNS - 1),)) as problem:
         columns = cuda_graph.difference_columns(problem, 0, problem.n, EPS, False)
         assert torch.equal(columns, problem.difference_columns(0, problem.n, EPS, False))
     assert cuda.log == []
@@ -308,7 +308,7 @@ def test_what_a_replay_would_not_repeat_is_refused_before_a_capture(
 ) -> None:
     x = leaf(40)
     bits = x.detach().clone()
-    with Problem(func, (x,)) as problem, pytest.raises(executor.RefusedError, match=reason):
+    with Problem(func, (x,)) as problem, pytest.raises(executor.RejectedError, match=reason):
         cuda_graph.difference_columns(problem, 0, 40, EPS, False)
     assert "begin" not in cuda.log
     assert cuda.log[-1] == "current waits"
@@ -322,11 +322,11 @@ def test_a_cpu_scalar_is_part_of_the_launch(cuda: Cuda) -> None:
     half = torch.tensor(0.5)
     with watch:
         x * half
-    with watch, pytest.raises(executor.RefusedError, match="another device"):
+    with watch, pytest.raises(executor.RejectedError, match="another device"):
         x.copy_(torch.zeros(3))
-    with watch, pytest.raises(executor.RefusedError, match="another device"):
+    with watch, pytest.raises(executor.RejectedError, match="another device"):
         half.to("meta")
-    with watch, pytest.raises(executor.RefusedError, match="another device"):
+    with watch, pytest.raises(executor.RejectedError, match="another device"):
         torch.tensor([1.0, 2.0])
 
 
@@ -374,7 +374,7 @@ CAPTURED_CALL = 1 + 2 * cuda_graph.EAGER_STEPS + 2
 def test_func_raises(cuda: Cuda, error: type[BaseException], call: int) -> None:
     x = leaf(40)
     bits = x.detach().clone()
-    expected = KeyboardInterrupt if error is KeyboardInterrupt else executor.RefusedError
+    expected = KeyboardInterrupt if error is KeyboardInterrupt else executor.RejectedError
     with Problem(Counted(call, raising(error)), (x,)) as problem:
         with pytest.raises(expected):
             cuda_graph.difference_columns(problem, 0, 40, EPS, False)
@@ -393,7 +393,7 @@ def test_an_invalid_capture_is_cleaned_up(cuda: Cuda, also_raises: bool) -> None
     cuda.end_fails = True
     call = CAPTURED_CALL if also_raises else 10**6
     with Problem(Counted(call, raising(ValueError)), (x,)) as problem:
-        with pytest.raises(executor.RefusedError, match="cannot be captured"):
+        with pytest.raises(executor.RejectedError, match="cannot be captured"):
             cuda_graph.difference_columns(problem, 0, 40, EPS, False)
         assert torch.equal(x.detach(), bits)
     assert cuda.log == ["side waits", "begin", "reset", "forget (None, (0, 7))", "current waits"]
@@ -546,7 +546,7 @@ def test_rows_are_those_of_the_loop(cuda: Cuda, func: Callable[..., Any], inputs
             torch.testing.assert_close(rows, expected, rtol=1e-14, atol=0)
         assert problem.vjps - vjps == (fewest - 1) * len(single)
         assert problem.evaluations - evaluations == len(single)
-    together = max(1, (fewest - 1) // cuda_graph.FEWEST_REPLAYS)
+    together = max(1, (fewest - 1) // cuda_graph.MIN_REPLAYS)
     assert cuda.log.count("replay") == (fewest - 1 - cuda_graph.EAGER_STEPS) // together * len(single)
     assert {mode for _, mode in cuda.modes} == {"global"}
     assert cuda.streams == ["current"]
@@ -554,7 +554,7 @@ def test_rows_are_those_of_the_loop(cuda: Cuda, func: Callable[..., Any], inputs
 
 
 def test_all_blocks_of_rows_are_of_one_capture(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph, "FEWEST_REPLAYS", 10)
+    monkeypatch.setattr(cuda_graph, "MIN_REPLAYS", 10)
     counts = [20, 23, 1]  # four rows at a time
     x = leaf(50)
     with Problem(lambda x: (x.exp().cumsum(0), x.sum()), (x,)) as problem:
@@ -582,8 +582,8 @@ def test_a_graph_ends_with_the_last_block_that_is_asked_for(cuda: Cuda) -> None:
 
 def test_few_rows_are_run_plainly(cuda: Cuda) -> None:
     with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem:
-        rows = rows_of(problem, 3, cuda_graph.FEWEST - 1, replayed=True)
-        assert torch.equal(rows[0], rows_of(problem, 3, cuda_graph.FEWEST - 1, replayed=False)[0])
+        rows = rows_of(problem, 3, cuda_graph.MIN_COLUMNS - 1, replayed=True)
+        assert torch.equal(rows[0], rows_of(problem, 3, cuda_graph.MIN_COLUMNS - 1, replayed=False)[0])
     assert cuda.log == []
 
 
@@ -600,7 +600,7 @@ def test_a_backward_that_a_replay_would_not_repeat_is_refused(
 ) -> None:
     with (
         Problem(doubled(lambda grad, _: change(grad)), (leaf(40),)) as problem,
-        pytest.raises(executor.RefusedError, match=reason),
+        pytest.raises(executor.RejectedError, match=reason),
     ):
         rows_of(problem, 0, 40, replayed=True)
     assert "begin" not in cuda.log
@@ -612,7 +612,7 @@ def test_rows_beside_other_threads_are_refused(cuda: Cuda) -> None:
     thread = threading.Thread(target=done.wait)
     thread.start()
     try:
-        refused = pytest.raises(executor.RefusedError, match="other Python threads")
+        refused = pytest.raises(executor.RejectedError, match="other Python threads")
         with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem, refused:
             rows_of(problem, 0, 40, replayed=True)
     finally:
@@ -649,7 +649,7 @@ def test_threads_that_cannot_touch_cuda_do_not_matter(cuda: Cuda, monkeypatch: p
 
 def test_a_backward_on_other_streams_is_refused(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph.native, "backward_streams", lambda *_: [Stream([], "other").stream_id])
-    refused = pytest.raises(executor.RefusedError, match="backward runs on streams of its own")
+    refused = pytest.raises(executor.RejectedError, match="backward runs on streams of its own")
     with Problem(lambda x: x.cumsum(0), (leaf(40),)) as problem, refused:
         rows_of(problem, 0, 40, replayed=True)
     assert "begin" not in cuda.log
@@ -752,13 +752,13 @@ def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("error", "always", "leads"),
     [
-        (executor.RefusedError, False, ["in replays of a VJP"]),
-        (executor.RefusedError, True, []),
+        (executor.RejectedError, False, ["in replays of a VJP"]),
+        (executor.RejectedError, True, []),
         (executor.UnsuitableError, False, []),
     ],
 )
 def test_a_trial_of_rows_that_is_refused_once_is_a_lead(
-    error: type[executor.RefusedError], always: bool, leads: list[str], monkeypatch: pytest.MonkeyPatch
+    error: type[executor.RejectedError], always: bool, leads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trials = []
 
@@ -899,7 +899,7 @@ def test_which_groups_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) 
     roomy = Settings(memory_limit=8 * 64 * 1000)
     assert plan.replays_groups(problem, roomy, look, 64)
     assert not plan.replays_groups(problem, roomy, look, 65)
-    assert not plan.replays_groups(problem, roomy, look, cuda_graph.FEWEST - 1)
+    assert not plan.replays_groups(problem, roomy, look, cuda_graph.MIN_COLUMNS - 1)
     look.measured = cost_model.COSTS.trial_seconds / 256
     assert not plan.replays_groups(problem, roomy, look, 64)
     look.measured, problem.device = 1.0, torch.device("cpu")
@@ -953,7 +953,7 @@ def test_the_faster_way_is_chosen(
     def speedup(*arguments: Any) -> float:
         gain = batches if arguments[-1].func is vmapped.difference_columns else replays
         if gain is None:
-            raise executor.RefusedError("func raises ValueError")
+            raise executor.RejectedError("func raises ValueError")
         return gain
 
     monkeypatch.setattr(executor, "obstacle", lambda _: None)

@@ -351,7 +351,7 @@ def test_a_batch_keeps_to_an_eighth_of_the_limit() -> None:
         for limit in (10**5, 10**6, 10**7):
             size = vmapped.largest(problem, limit)
             assert size * vmapped.column_bytes(problem) <= limit // 8
-        assert vmapped.largest(problem, 10**5) < vmapped.FEWEST <= vmapped.largest(problem, None)
+        assert vmapped.largest(problem, 10**5) < vmapped.MIN_COLUMNS <= vmapped.largest(problem, None)
 
 
 SECOND_ORDER: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [

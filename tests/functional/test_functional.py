@@ -179,7 +179,7 @@ def check_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
             for constant in ("WORTH_A_GUESS", "WORTH_PROBING"):
                 monkeypatch.setattr(compressed, constant, 1)
             monkeypatch.setattr(compressed, "PROBING_SHARE", 0.01)
-            monkeypatch.setattr(compressed, "SAVES", 0.01)
+            monkeypatch.setattr(compressed, "MIN_SAVING", 0.01)
         for keywords in ({}, {"vectorize": True}):
             for sparse in (False, True):
                 compared += check_against_torch("jacobian", (outputs, inputs), keywords, sparse=sparse)

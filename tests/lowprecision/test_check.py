@@ -712,7 +712,7 @@ def test_errors_within_the_rounding_of_the_largest_element_are_excused() -> None
 
 
 def test_one_wrong_row_among_more_than_are_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "MOST_SINGLE_ROWS", 16)
+    monkeypatch.setattr(probes, "MAX_SINGLE_ROWS", 16)
 
     def slope(g: Tensor, x: Tensor) -> Tensor:
         made = tanh_slope(g, x)

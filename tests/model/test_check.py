@@ -857,6 +857,6 @@ def test_a_sparse_operand_is_no_obstacle() -> None:
 
 
 def test_of_many_operations_the_first_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_text, "MOST_ROWS", 2)
+    monkeypatch.setattr(model_text, "MAX_ROWS", 2)
     report = check_model(Runs(lambda model, x: model.linear(x)), torch.randn(8, 4), squared)
     assert f"and {len(report.operations) - 2} more" in str(report)

@@ -23,7 +23,7 @@ import torch
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
-from benchmarks.cases import MOST_ENTRIES, Case, entries, operator_cases, operators
+from benchmarks.cases import MAX_ENTRIES, Case, entries, operator_cases, operators
 from fastgrad.problem.second_order import differentiable_outputs, random_grad_outputs
 
 GRAD = (torch.autograd.gradcheck, fastgrad.gradcheck)
@@ -111,7 +111,7 @@ def compare_operator(task: tuple[str, str, int, int, str]) -> list[dict[str, Any
     except Exception as error:
         return [{"check": check, "dtype": dtype, "name": op.name, "torch": "no samples", "why": repr(error)[:200]}]
     for case in cases:
-        if entries(case, CHECKS[check].second_order) > MOST_ENTRIES:
+        if entries(case, CHECKS[check].second_order) > MAX_ENTRIES:
             rows.append({"check": check, "dtype": dtype, "name": case.name, "torch": "too large"})
             continue
         grad_outputs = _grad_outputs(case) if CHECKS[check].second_order else None

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-MOST_ENTRIES = {"pretended": 40_000, "real": 400_000}
+MAX_ENTRIES = {"pretended": 40_000, "real": 400_000}
 """Largest size of the checked Jacobians: a call on the simulated device costs 50 times as much as on the CPU."""
 
 UNLIKE = {
@@ -27,7 +27,7 @@ UNLIKE = {
 
 
 def compare_operator(
-    op: Any, dtype: Any, limit: int, fast_mode: bool, most_entries: int = MOST_ENTRIES["pretended"]
+    op: Any, dtype: Any, limit: int, fast_mode: bool, most_entries: int = MAX_ENTRIES["pretended"]
 ) -> list[tuple[str, str, str]]:
     """(sample, verdict on the CPU, on the device) of samples of an operator; with messages where they differ."""
     import fastgrad
@@ -81,7 +81,7 @@ def main() -> int:
     if not options.real:
         from tests.pretended_cuda import plugin  # noqa: F401  (before torch)
 
-    most_entries = MOST_ENTRIES["real" if options.real else "pretended"]
+    most_entries = MAX_ENTRIES["real" if options.real else "pretended"]
     counts = sweep(options.part, options.jobs, options.limit, options.dtypes, options.match, most_entries)
     print(f"{counts['samples']} samples, {counts['different']} with another verdict on the device", flush=True)
     return 1 if counts["different"] else 0

@@ -14,7 +14,7 @@ from torch import Tensor
 LARGEST = 5.0
 """Of all values: steps whose results are larger are left out, so that differences stay exact enough."""
 
-MOST_ELEMENTS = 24
+MAX_ELEMENTS = 24
 """Of one value: torch slow mode takes its time."""
 
 UNFIT = (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError)
@@ -294,7 +294,7 @@ def _fits(value: Any, letter: str) -> bool:
 
 
 def _moderate(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.numel() > MOST_ELEMENTS:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.numel() > MAX_ELEMENTS:
         return False
     return value.numel() == 0 or bool(value.detach().abs().max() <= LARGEST)  # false for a NaN
 

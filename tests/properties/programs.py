@@ -14,7 +14,7 @@ from tests.properties.operators import (
     DENSE_DIMS,
     LAYOUTS,
     LAZY,
-    MOST_ELEMENTS,
+    MAX_ELEMENTS,
     OPS,
     SPARSE,
     SPARSE_DIMS,
@@ -189,7 +189,7 @@ def _inputs(pick: Pick, sparse: bool, lazy: bool, small: bool) -> tuple[Input, .
                 0 if _rarely(pick, 30) else pick([2, 3, 1] if small else [3, 2, 4, 1, 5, 6])
                 for _ in range(pick(range(4)))
             )
-        while torch.Size(shape).numel() > (8 if small else MOST_ELEMENTS):
+        while torch.Size(shape).numel() > (8 if small else MAX_ELEMENTS):
             shape = shape[1:]
         dtype = pick(["float64", "float64", "complex128"])
         layouts = [name for name in LAYOUTS if name not in LAZY.values()]

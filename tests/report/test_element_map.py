@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad.report.element_map import CELL, GAP, MOST_CELLS, MOST_TILES, color, svg
+from fastgrad.report.element_map import CELL, GAP, MAX_CELLS, MAX_TILES, color, svg
 
 
 def cells(drawn: str) -> dict[tuple[int, int], tuple[str, str]]:
@@ -59,15 +59,15 @@ def test_of_many_tiles_the_worst_are_drawn() -> None:
     errors = {(tile, 0, 0): float(tile) for tile in range(100)}
     found, note = drawn_of((100, 2, 2), errors)
     titles = {title for title in found.values() if title}
-    assert titles == {f"error {tile}" for tile in range(100 - MOST_TILES, 100)}
-    assert f"the {MOST_TILES} of 100 with the largest errors are shown" in note
+    assert titles == {f"error {tile}" for tile in range(100 - MAX_TILES, 100)}
+    assert f"the {MAX_TILES} of 100 with the largest errors are shown" in note
 
 
 @pytest.mark.parametrize("shape", [(10**9,), (10**9, 1), (1, 10**9), (30_000, 30_000), (50, 50, 300, 300)])
 def test_large_tensors_are_binned_and_the_worst_error_of_a_bin_is_shown(shape: tuple[int, ...]) -> None:
     last = tuple(size - 1 for size in shape)
     found, note = drawn_of(shape, {last: 9.0, (0,) * len(shape): 2.0, (*last[:-1], last[-1] - (last[-1] > 0)): 3.0})
-    assert len(found) <= MOST_CELLS
+    assert len(found) <= MAX_CELLS
     assert "A cell shows the worst of" in note
     assert "error 0" in found.values()
     assert "error 1" in found.values()

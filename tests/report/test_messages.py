@@ -346,7 +346,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     ),
     "kink": ("probably func has a kink at the inputs: the one-sided derivatives are 0 (left) and 2 (right)",),
     "low precision": (
-        "probably func computes in float32 and returns double precision: all values of the output are exactly "
+        "probably func computes in float32 and returns double precision: the values of the output are exactly "
         "representable in float32",
     ),
     "modes disagree": ("probably reverse mode gives the right value of the worst entry, so only jvp is wrong",),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fastgrad
 from fastgrad.variants import kinks
-from fastgrad.variants.layouts import MOST_ALONE
+from fastgrad.variants.layouts import MAX_ALONE
 from tests.planted.row import function
 from tests.planted.variants import (
     COMPILED,
@@ -315,10 +315,10 @@ def test_layouts_of_inputs_that_do_not_require_grad() -> None:
 
 
 def test_the_number_of_layouts_of_one_input_is_bounded() -> None:
-    inputs = [numbers(2, 2).requires_grad_() for _ in range(MOST_ALONE + 3)]
+    inputs = [numbers(2, 2).requires_grad_() for _ in range(MAX_ALONE + 3)]
     rows = fastgrad.check_variants(lambda *given: sum(given).sin(), inputs, only=["layouts"]).rows
     alone = {row.path.partition(", input ")[2] for row in rows} - {""}
-    assert alone == {f"{i} alone" for i in range(MOST_ALONE)}
+    assert alone == {f"{i} alone" for i in range(MAX_ALONE)}
 
 
 @pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
@@ -421,8 +421,8 @@ def test_a_failure_at_a_generated_point_is_undecided_if_the_jacobian_is_too_larg
 ) -> None:
     wrong_at_zeros = function(torch.sin, lambda grad, x: grad * x.cos() * (2 if (x == 0).any() else 1))
     x = (numbers(4) - numbers(4).mean()).requires_grad_()
-    for most, verdict in ((kinks.MOST_ENTRIES, "failed"), (4, "undecided")):
-        monkeypatch.setattr(kinks, "MOST_ENTRIES", most)
+    for most, verdict in ((kinks.MAX_ENTRIES, "failed"), (4, "undecided")):
+        monkeypatch.setattr(kinks, "MAX_ENTRIES", most)
         report = fastgrad.check_variants(wrong_at_zeros, x, only=["points: zeros"])
         assert [row.verdict for row in report.rows] == [verdict]
     assert "the Jacobian is too large" in report.rows[0].detail

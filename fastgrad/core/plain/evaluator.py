@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fastgrad.core.plain import operators as ops
-from fastgrad.core.plain.operators import coordinate_count, real_coordinates, unseen
+from fastgrad.core.plain.operators import coordinate_count, hidden_from_autograd, real_coordinates
 from fastgrad.core.torch_private import MKLDNN, bytes_needed, dual_level, is_dispatched_to_python, make_dual, tangent_of
 
 Result = TypeVar("Result")
@@ -41,7 +41,7 @@ def check_storage(op: str, name: str, tensor: Tensor) -> None:
         )
 
 
-@unseen
+@hidden_from_autograd
 def check_memory(inputs: Sequence[Tensor]) -> None:
     for tensor in inputs:
         check_storage("func", "an input", tensor)
@@ -53,7 +53,7 @@ def _has_its_storage(tensor: Tensor) -> bool:
 
 
 class InputBlock:
-    @unseen
+    @hidden_from_autograd
     def __init__(
         self,
         argument: Tensor,
@@ -97,7 +97,7 @@ class InputBlock:
             self.argument.data = self.values
 
 
-@unseen
+@hidden_from_autograd
 def check_in_place(inputs: Sequence[InputBlock]) -> None:
     for k, block in enumerate(inputs):
         if not block.is_in_place():
@@ -172,7 +172,7 @@ def with_domain_of(tensor: Tensor, value: Tensor) -> Tensor:
     return value.real if value.is_complex() else value.to(value.dtype.to_complex())
 
 
-@unseen
+@hidden_from_autograd
 def _two_points(
     derivative: Tensor, noise: Tensor, base: Tensor, plus: Tensor, minus: Tensor, step: float, ulp: float, curve: float
 ) -> None:
@@ -223,7 +223,7 @@ class Evaluator:
                 arguments = [stand_in if value is block.argument else value for value in arguments]
         return self._call(record_graph and self.records_differences, tuple(arguments))
 
-    @unseen
+    @hidden_from_autograd
     def restore(self) -> None:
         for block in self._blocks:
             block.restore()
@@ -243,28 +243,28 @@ class Evaluator:
         if self.mutates_inputs:
             self.restore()
 
-    @unseen
+    @hidden_from_autograd
     def inputs_changed(self) -> bool:
         check_in_place(self._blocks)
         pairs = [pair for block in self._blocks for pair in block.kept]
         strided = [[x if x.layout == torch.strided else x.to_dense() for x in pair] for pair in pairs]
         return not all(torch.equal(real_coordinates(x), real_coordinates(y)) for x, y in strided)
 
-    @unseen
+    @hidden_from_autograd
     def coordinates(self) -> Tensor:
         if not self._blocks:
             return torch.empty(0, dtype=torch.float64, device="cpu")
         device = self._blocks[0].origin.device
         return torch.cat([real_coordinates(block.origin).to(device, torch.float64) for block in self._blocks])
 
-    @unseen
+    @hidden_from_autograd
     def coordinate_widths(self, widths: Tensor, eps: Sequence[float]) -> None:
         for block, own in zip(self._blocks, eps, strict=True):
             x = real_coordinates(block.origin)
             step = ops.coordinate_step(x, own, block.relative_step)
             widths.narrow(0, block.first, block.size).copy_(ops.realized_width(x, step))
 
-    @unseen
+    @hidden_from_autograd
     def realized_widths(self, widths: Tensor, displacement: Tensor, scale: float) -> None:
         for block in self._blocks:
             step = scale * displacement.narrow(0, block.first, block.size).to(block.origin.device)
@@ -279,7 +279,7 @@ class Evaluator:
         self._restore_if_mutated()
         return self._call(True, arguments)
 
-    @unseen
+    @hidden_from_autograd
     def realize(
         self, displacement: Tensor, realized: Tensor, seed: int, stream: int, eps: float, relative: float
     ) -> None:
@@ -416,7 +416,7 @@ class Evaluator:
 
             def set_tangent(sign: int, b: int = b, coordinate: int = first + j - block.first) -> None:
                 if self.mutates_inputs:  # func changed the tangent together with its input
-                    unseen(tangents[b].zero_)()
+                    hidden_from_autograd(tangents[b].zero_)()
                 ops.perturb_coordinate_(tangents[b], zeros[b], coordinate, sign, 1.0, 0.0)
 
             with self._restoring(set_tangent, 0):
@@ -489,7 +489,7 @@ def reused(last: Tensor | None, new: Tensor) -> Tensor:
 
 
 def count_as_written(tensor: Tensor) -> None:
-    """Increases the version counter as an operation in place would, because `unseen` operators do not."""
+    """Increases the version counter as an operation in place would, because `hidden_from_autograd` operators do not."""
     if not tensor.is_inference():
         increment_version(tensor)
 
@@ -528,7 +528,7 @@ def largest_errors(
     return errors
 
 
-@unseen
+@hidden_from_autograd
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([real_coordinates(tensor).to(tensors[0].device, torch.float64) for tensor in tensors])
 

@@ -17,7 +17,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-def unseen(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def hidden_from_autograd(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorates a function: it runs without graph recording, version counting and `__torch_function__`."""
 
     @functools.wraps(func)
@@ -71,7 +71,7 @@ def _coordinate_view(tensor: Tensor, coordinate: int) -> Tensor:
     return tensor[tuple(int(i) for i in np.unravel_index(coordinate, tensor.shape))] if tensor.dim() else tensor
 
 
-@unseen
+@hidden_from_autograd
 def perturb_coordinate_(
     x: Tensor,
     origin: Tensor,
@@ -88,7 +88,7 @@ def perturb_coordinate_(
     _coordinate_view(x, coordinate).copy_(value if step is None else moved(value, step))
 
 
-@unseen
+@hidden_from_autograd
 def perturb_coordinates_(
     values: Tensor,
     origin: Tensor,
@@ -111,22 +111,22 @@ def perturb_coordinates_(
     values.copy_(with_coordinates(now.index_copy(0, chosen, found), values))
 
 
-@unseen
+@hidden_from_autograd
 def displace_(x: Tensor, origin: Tensor, displacement: Tensor, scale: float) -> None:
     x.copy_(origin if scale == 0 else with_coordinates(moved(real_coordinates(origin), scale * displacement), x))
 
 
-@unseen
+@hidden_from_autograd
 def flatten_(out: Tensor, tensor: Tensor) -> None:
     out.copy_(real_coordinates(tensor))
 
 
-@unseen
+@hidden_from_autograd
 def unflatten_(tensor: Tensor, coordinates: Tensor) -> None:
     tensor.copy_(with_coordinates(coordinates.to(tensor.real.dtype if tensor.is_complex() else tensor.dtype), tensor))
 
 
-@unseen
+@hidden_from_autograd
 def central_difference_(
     column: Tensor, minus: Tensor, origin: Tensor, coordinate: int, eps: float, relative_step: float
 ) -> None:
@@ -155,7 +155,7 @@ def _philox(seed: int, stream: int, groups: np.ndarray) -> np.ndarray:
     return np.stack([c0, c1, c2, c3], axis=1)
 
 
-@unseen
+@hidden_from_autograd
 def direction_(out: Tensor, seed: int, stream: int, first: int, halved: bool) -> None:
     count, group = out.numel(), first >> 2
     groups = np.arange((first + count + 3 >> 2) - group, dtype=np.uint64) + np.uint64(group)
@@ -168,7 +168,7 @@ def direction_(out: Tensor, seed: int, stream: int, first: int, halved: bool) ->
     out.copy_(torch.from_numpy(magnitude * (kept * (2 * (words & 1) - 1))))
 
 
-@unseen
+@hidden_from_autograd
 def realize_(
     displacement: Tensor,
     realized: Tensor,
@@ -187,7 +187,7 @@ def realize_(
     realized.copy_((halves - realized_width(own, displacement)) / (6.0 * eps))
 
 
-@unseen
+@hidden_from_autograd
 def decompress_(
     values: Tensor, compressed: Tensor, subtrahend: Tensor | None, positions: Tensor, entries: Tensor
 ) -> None:
@@ -198,13 +198,13 @@ def decompress_(
     values.index_copy_(0, entries, found)
 
 
-@unseen
+@hidden_from_autograd
 def dots(rows: Tensor, vector: Tensor) -> Tensor:
     terms = torch.where(vector == 0, 0.0, rows * vector)
     return torch.stack([terms.sum(1), terms.abs().sum(1)], 1)
 
 
-@unseen
+@hidden_from_autograd
 def richardson_(
     derivative: Tensor,
     noise: Tensor,
@@ -225,7 +225,7 @@ def richardson_(
     noise.copy_(torch.maximum(noise, found))
 
 
-@unseen
+@hidden_from_autograd
 def compare(
     analytical: Tensor, numerical: Tensor, atol: float, rtol: float, complex_entries: bool, equal_nan: bool
 ) -> Tensor:
@@ -263,7 +263,7 @@ def compare(
     ])  # fmt: skip
 
 
-@unseen
+@hidden_from_autograd
 def project_rows_(
     sums: Tensor,
     squares: Tensor,
@@ -279,7 +279,7 @@ def project_rows_(
         squares.narrow(1, first_column, rows.shape[1]).add_(weights**2 @ rows**2)
 
 
-@unseen
+@hidden_from_autograd
 def project_entries_(
     sums: Tensor, squares: Tensor | None, vector: Tensor, sources: Tensor, targets: Tensor, entries: Tensor
 ) -> None:

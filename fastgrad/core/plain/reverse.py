@@ -22,7 +22,7 @@ from fastgrad.core.plain.evaluator import (
     reused,
     with_domain_of,
 )
-from fastgrad.core.plain.operators import coordinate_count, unseen
+from fastgrad.core.plain.operators import coordinate_count, hidden_from_autograd
 from fastgrad.core.torch_private import (
     gradients_of,
     is_custom_node,
@@ -88,7 +88,7 @@ def vjp(
     for name, tensors in (("an output", outputs), ("an input", inputs), ("a cotangent", cotangents)):
         for tensor in tensors:
             if tensor is not None:
-                unseen(check_storage)("vjp", name, tensor)
+                hidden_from_autograd(check_storage)("vjp", name, tensor)
     return gradients_of(outputs, inputs, cotangents, create_graph)
 
 
@@ -114,7 +114,9 @@ class Graph:
         return self._of_zeros(behind)
 
     def _of_zeros(self, outputs: Sequence[Tensor]) -> Gradients:
-        zeros = [unseen(torch.zeros_like)(output, memory_format=torch.contiguous_format) for output in outputs]
+        zeros = [
+            hidden_from_autograd(torch.zeros_like)(output, memory_format=torch.contiguous_format) for output in outputs
+        ]
         return vjp(outputs, self.inputs, zeros, False)
 
 
@@ -146,7 +148,7 @@ class UnrecordedBackward:
         grad_outputs: Sequence[int],
         record: bool,
     ) -> None:
-        self._func, self._refuse, self._count, self._record = func, refuse, count, record
+        self._func, self._reject, self._count, self._record = func, refuse, count, record
         self._inputs, self._grad_outputs = inputs, grad_outputs
         self._kept: tuple[Graph, list[Tensor]] | None = None
         self._reuses: bool | None = None
@@ -193,7 +195,7 @@ class UnrecordedBackward:
         outputs = [value for value in found if isinstance(value, Tensor) and value.requires_grad]
         check_memory(inputs)
         if not outputs or len(outputs) != len(grad_outputs):
-            self._refuse(len(outputs), len(grad_outputs))
+            self._reject(len(outputs), len(grad_outputs))
         return Graph(outputs, inputs), [value.detach().clone() for value in inputs]
 
 
@@ -202,10 +204,10 @@ def is_plain_zero(gradient: Tensor, input: Tensor) -> bool:
     if not usual or gradient.numel() > 1024 or is_dispatched_to_python(gradient) or gradient.is_neg():
         return False
     alike = (gradient.dtype, gradient.device, gradient.shape) == (input.dtype, input.device, input.shape)
-    return alike and gradient.is_contiguous() and not unseen(torch.count_nonzero)(gradient).item()
+    return alike and gradient.is_contiguous() and not hidden_from_autograd(torch.count_nonzero)(gradient).item()
 
 
-@unseen
+@hidden_from_autograd
 def _flatten_gradients(
     gradients: Gradients,
     inputs: Sequence[InputBlock],
@@ -235,7 +237,7 @@ def _flatten_gradients(
         segment.div_(scale)
 
 
-@unseen
+@hidden_from_autograd
 def _grad_output(output: Tensor, coordinates: Tensor, layout: int, last: Tensor | None) -> Tensor:
     """Coordinates as a grad_output of an output, in a layout of native.Layout.
 
@@ -330,7 +332,7 @@ def vjp_rows(
     repeat_scale: float,
 ) -> GradientsMatch:
     match, output = GradientsMatch(), graph.outputs[which]
-    cotangent = unseen(torch.empty_like)(output, memory_format=torch.contiguous_format)
+    cotangent = hidden_from_autograd(torch.empty_like)(output, memory_format=torch.contiguous_format)
 
     def run(i: int, scale: float, into: Tensor) -> None:
         with_one = rows.new_zeros(coordinate_count(output))
@@ -364,7 +366,7 @@ def vjp_groups(
     gradient, again = values.new_empty(1, n), values.new_empty(1, n)
     coordinates = groups.coordinates.to(values.device)
 
-    @unseen
+    @hidden_from_autograd
     def cotangent_of(chosen: Tensor, scale: float) -> Tensor:
         if expand and scale != 1.0 and not output.is_complex() and len(chosen) == output.numel():
             return torch.full((), scale, dtype=output.dtype, device=output.device).expand(output.shape)
