@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-SCHEMA = 1
+SCHEMA = 2
 """The version of `Report.to_dict`: it increases if a key is removed or changes its meaning (docs/report.md)."""
 
 LARGEST_TENSOR = 4096
