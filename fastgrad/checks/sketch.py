@@ -333,12 +333,13 @@ def _one_hot(problem: Problem, settings: Settings, search: _Search, differences:
         allowed = settings.atol / 4 + 4 * differences.noise[row] + ROUNDING * problem.unit_roundoff * gradient.norm()
         if bool((error.abs() <= allowed).all()):
             continue
-        found = search.examine_row(row)
+        rounding = ROUNDING * problem.unit_roundoff * largest(gradient)
+        again = problem.row(row, only=block_with(problem.outputs, row))
+        if differ(again[None], gradient[None], max(rounding, settings.nondet_tol), False):
+            return nondeterministic(problem.outputs[0])
+        found = search.examine_row(row, gradient=gradient)
         if found is not None and found.remeasured is not None:
             return located_failure([found])
-        rounding = ROUNDING * problem.unit_roundoff * largest(gradient)
-        if differ(problem.row(row)[None], gradient[None], max(rounding, settings.nondet_tol), False):
-            return nondeterministic(problem.outputs[0])
         search.doubtful[row] = largest(error)
     return failure
 
@@ -477,7 +478,7 @@ class _Search:
                 failure = self._nonlinear(sketch.cotangents[which], sketch.cotangents[0], k, sketch.values[which][k])
                 if failure is not None:
                     return failure
-            error, _ = self._row_error(row)
+            error = self._row_error(row, self._problem.row(row))
             left = error if entry is None else error - entry.along(self._differences.directions)
             if entry is None or not bool((left.abs() <= self._settings.atol / 4).all()):
                 self.doubtful[row] = largest(left)
@@ -507,15 +508,20 @@ class _Search:
 
         return locate(residual, cotangent.vector(), value)
 
-    def _row_error(self, row: int) -> tuple[Tensor, Tensor]:
-        """One output's (J_num - J_ana) U, shape (directions,), and its analytical row, shape (n,)."""
-        gradient = self._problem.row(row)
-        return self._differences.derivatives[:, row] - self._differences.directions @ gradient, gradient
+    def _row_error(self, row: int, gradient: Tensor) -> Tensor:
+        """One output's (J_num - J_ana) U, shape (directions,); gradient: its analytical row, shape (n,)."""
+        return self._differences.derivatives[:, row] - self._differences.directions @ gradient
 
-    def examine_row(self, row: int, k: int = 0, found: list[Found] | None = None) -> Found | None:
-        """The entry behind a row's residual, measured separately; None if the residual is at most atol / 4."""
+    def examine_row(
+        self, row: int, k: int = 0, found: list[Found] | None = None, gradient: Tensor | None = None
+    ) -> Found | None:
+        """The entry behind a row's residual, measured separately; None if the residual is at most atol / 4.
+
+        gradient: the row, shape (n,); None: it is computed with zeros as the other elements of all grad_outputs.
+        """
         found = [entry for entry in found or [] if entry.row == row]
-        error, gradient = self._row_error(row)
+        gradient = self._problem.row(row) if gradient is None else gradient
+        error = self._row_error(row, gradient)
         u = self._differences.directions[k]
         eps = self._differences.eps
         value = error[k].item() - sum(entry.along(u).item() for entry in found)

@@ -39,11 +39,14 @@ def raise_unless_of_func(error: Exception) -> None:
     Any other exception counts as an error of func or backward, unless its innermost frame is code of fastgrad that
     calls neither.
     """
-    if isinstance(error, OUT_OF_MEMORY):
+    if isinstance(error, OUT_OF_MEMORY) or is_of_fastgrad(error):
         raise error
+
+
+def is_of_fastgrad(error: Exception) -> bool:
+    """Whether the innermost frame of an exception is code of fastgrad that calls neither func nor backward."""
     file = _innermost_file(error)
-    if file.startswith(PACKAGE) and not file.startswith(_CALLS_FUNC):
-        raise error
+    return file.startswith(PACKAGE) and not file.startswith(_CALLS_FUNC)
 
 
 def raise_if_transient(error: Exception, run: Callable[[], object]) -> None:

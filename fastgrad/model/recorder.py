@@ -92,6 +92,17 @@ class DetachedPath:
     """Whether torch does this on purpose, for example in spectral norm, or for the padding row of an embedding."""
 
 
+_SYMMETRIC = "for symmetric perturbations of a matrix"
+
+_DERIVATIVES_FOR_SOME_INPUTS = {
+    **dict.fromkeys(("aten._ctc_loss", "aten._cudnn_ctc_loss"), "together with that of the log_softmax before it"),
+    **dict.fromkeys(("aten.linalg_cholesky_ex", "aten.cholesky", "aten._linalg_eigh"), _SYMMETRIC),
+    **dict.fromkeys(("aten.cholesky_solve", "aten.cholesky_inverse"), "together with that of the Cholesky factor"),
+}
+"""Operators that are not checked separately, because their gradients are derivatives only under a condition, which is
+stated here."""
+
+
 class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     """A mode that records the operations of a forward pass, in the thread that runs it.
 
@@ -323,6 +334,9 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             call.written = {number for number in _written(target, args, kwargs) if isinstance(number, int)}
             if target.namespace == "aten" and _argument(target, args, kwargs, "scale_grad_by_freq"):
                 call.omitted = "scale_grad_by_freq: by design, its gradient is not the derivative"
+            condition = _DERIVATIVES_FOR_SOME_INPUTS.get(".".join(name.split(".")[:2]))  # without the overload
+            if condition is not None:
+                call.omitted = f"by design, its gradient is the derivative only {condition}"
         return call
 
     def _pack(self, tensor: Tensor) -> Saved:

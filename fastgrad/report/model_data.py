@@ -168,11 +168,11 @@ class ModelReportData(EqualByContent):
 
     @property
     def verdict(self) -> Literal["passed", "failed", "undecided"]:
-        """The verdict; undecided if no error was found but something could not be decided."""
+        """The verdict; undecided if no error was found but something was not checked or could not be decided."""
         if self.findings:
             return "failed"
-        parts = (self.end_to_end.verdict, *(one.verdict for one in self.operations))
-        return "undecided" if self.undecided or "undecided" in parts else "passed"
+        parts = {self.end_to_end.verdict, *(one.verdict for one in self.operations)}
+        return "undecided" if self.undecided or parts & {"undecided", "not checked"} else "passed"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as numbers, strings, lists and dicts."""

@@ -19,8 +19,10 @@ def headline(report: ModelReportData) -> str:
         name = first.operator if first.kind == "operation" else first.kind
         return f"check_model failed: {name}{f' in{place(first.sites[0])}' if first.sites else ''}"
     count = len(report.operations)
-    verdict = "passed" if report.verdict == "passed" else "undecided"
-    return f"check_model {verdict}: {count} distinct operation{'' if count == 1 else 's'}, no error found"
+    omitted = sum(one.verdict == "not checked" for one in report.operations)
+    not_checked = f", {omitted} of them not checked" if omitted else ""
+    operations = f"{count} distinct operation{'' if count == 1 else 's'}{not_checked}"
+    return f"check_model {report.verdict}: {operations}, no error found"
 
 
 def summary(report: ModelReportData) -> str:

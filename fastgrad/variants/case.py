@@ -56,6 +56,11 @@ class Subject:
         return self.given + self.parameters
 
     @property
+    def is_strided(self) -> bool:
+        """Whether all inputs are strided."""
+        return all(value.layout is torch.strided for value in self.inputs)
+
+    @property
     def func(self) -> Callable[..., Any]:
         """The caller's function, as a function of the inputs."""
         return self.flat(self.called)
@@ -175,6 +180,11 @@ class Variant:
     name: str
     make: Callable[[Subject], Case | Outcome]
     is_elsewhere: bool = False
+
+    @property
+    def is_given(self) -> bool:
+        """Whether this is the caller's own check."""
+        return (self.family, self.name) == ("points", "as given")
 
 
 def as_given(**keywords: Any) -> Callable[[Subject], Case]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastgrad.api.checkers import check, default_keywords
 from fastgrad.api.settings import pop_per_input, settings_of, with_precision
+from fastgrad.core.errors import is_of_fastgrad
 from fastgrad.problem.arguments import flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
@@ -35,6 +36,16 @@ _NO_SUCH_DERIVATIVE = (
     ),
 )
 """Phrases of exceptions that mean that a kind of derivative does not exist."""
+
+_NO_SUCH_LAYOUT = (
+    *("output is not supported at gradcheck", "no forward-mode AD for sparse inputs", "forward AD gradcheck"),
+    *("expected sparse coordinate tensor layout", "expected layout"),
+)
+"""Phrases of exceptions that mean that a kind of derivative does not exist for a layout of the inputs."""
+
+
+_TRANSFORMS = "batched gradients", "torch.func.vjp", "under vmap"
+"""Variants that need transforms of torch.func."""
 
 
 @restores_caller_state
@@ -72,7 +83,7 @@ def check_variants(
         Seed of all random numbers.
     keywords
         Keywords of `fastgrad.check`: fast_mode, eps, atol, rtol, nondet_tol, check_undefined_grad, masked, engine,
-        confidence, memory_limit, progress and precision.
+        confidence, memory_limit, progress and precision. eps, atol and rtol are single numbers.
 
     Returns
     -------
@@ -131,7 +142,10 @@ def _check_arguments(seconds: object, kwargs: object, keywords: dict[str, Any]) 
     if unknown:
         raise TypeError(f"check_variants does not take {', '.join(unknown)}; it takes {', '.join(_KEYWORDS)}.")
     given = {**default_keywords(), **keywords}
-    pop_per_input(given)
+    per_input = pop_per_input(given)
+    if per_input:
+        name, value = next(iter(per_input.items()))
+        raise TypeError(f"{name} must be one number, because the variants have other inputs than func; got {value!r}.")
     with_precision(settings_of(given), None, None, given.get("precision", "auto"))
     check_kwargs(kwargs)
     disabled = disabled_gradients()
@@ -159,6 +173,8 @@ def _chosen(among: list[Variant], only: Sequence[str] | None, compiled: bool) ->
 
 
 def _outcome(variant: Variant, subject: Subject, keywords: dict[str, Any]) -> Outcome:
+    if variant.name in _TRANSFORMS and not subject.is_strided:
+        return Outcome("not applicable", "torch.func supports strided tensors only")
     try:
         case = variant.make(subject)
     except Exception as reason:
@@ -172,7 +188,7 @@ def _outcome(variant: Variant, subject: Subject, keywords: dict[str, Any]) -> Ou
             warnings.simplefilter("ignore")
             report = check(_named(case.func, subject, raised), case.inputs, **{**keywords, **case.keywords})
     except Exception as error:
-        return _of_exception(variant, case, error, any(error is one for one in raised))
+        return _of_exception(variant, subject, case, error, any(error is one for one in raised))
     if report.verdict == "passed":
         return Outcome("passed", "", report)
     line = str(report).partition("\n")[0]
@@ -208,8 +224,12 @@ def _does_not_exist(variant: Variant, error: BaseException) -> bool:
     return variant.family == "derivatives" and any(one in str(error) for one in _NO_SUCH_DERIVATIVE)
 
 
-def _of_exception(variant: Variant, case: Case, error: Exception, is_of_func: bool) -> Outcome:
+def _of_exception(variant: Variant, subject: Subject, case: Case, error: Exception, is_of_func: bool) -> Outcome:
     text = _first_line(error)
+    if variant.is_given and not is_of_func and (is_of_fastgrad(error) or str(error).startswith("func must return")):
+        raise error
+    if not subject.is_strided and any(one in str(error) for one in _NO_SUCH_LAYOUT):
+        return Outcome("not applicable", text)
     if case.may_raise and case.may_raise in str(error):
         return Outcome("passed", "backward raises, as it should")
     if _does_not_exist(variant, error):

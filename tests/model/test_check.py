@@ -235,6 +235,8 @@ def test_an_error_within_the_tolerance_of_entries_that_shows_end_to_end_is_named
 def test_what_has_no_place_is_not_checked_and_named() -> None:
     report = check_model(Calls(torch.tanh), torch.randn(8, 4), squared, memory_limit=0)
     assert report.passed
+    assert report.verdict == "undecided"
+    assert "of them not checked, no error found" in str(report)
     omitted = [one for one in report.operations if one.verdict == "not checked"]
     assert omitted
     assert "memory_limit leaves 0" in omitted[0].detail
@@ -860,3 +862,23 @@ def test_of_many_operations_the_first_are_listed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(model_text, "MAX_ROWS", 2)
     report = check_model(Runs(lambda model, x: model.linear(x)), torch.randn(8, 4), squared)
     assert f"and {len(report.operations) - 2} more" in str(report)
+
+
+@pytest.mark.parametrize(
+    "func",
+    [
+        lambda w: torch.linalg.cholesky(w @ w.T + torch.eye(4, dtype=w.dtype)).square().sum(-1).log().sum(),
+        lambda w: torch.linalg.eigvalsh(w @ w.T + torch.eye(4, dtype=w.dtype)).log().sum(),
+        lambda w: torch.nn.functional.ctc_loss(
+            w.view(4, 1, 4).log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
+        ),
+    ],
+    ids=["cholesky", "eigvalsh", "ctc_loss"],
+)
+def test_a_gradient_that_is_a_derivative_only_for_some_inputs_is_not_wrong(func: Callable[[Tensor], Tensor]) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    model.forward = lambda x: func(model.weight)  # type: ignore[method-assign]
+    report = check_model(model, torch.zeros(1))
+    assert not report.findings
+    assert report.end_to_end.verdict == "right"
+    assert any("by design" in one.detail for one in report.operations)

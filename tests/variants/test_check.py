@@ -426,3 +426,23 @@ def test_a_failure_at_a_generated_point_is_undecided_if_the_jacobian_is_too_larg
         report = fastgrad.check_variants(wrong_at_zeros, x, only=["points: zeros"])
         assert [row.verdict for row in report.rows] == [verdict]
     assert "the Jacobian is too large" in report.rows[0].detail
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "mkldnn"])
+def test_layouts_that_only_some_checks_support(layout: str) -> None:
+    given = torch.randn(4, 4, dtype=torch.float32 if layout == "mkldnn" else torch.float64)
+    converted = {"coo": given.to_sparse, "csr": given.to_sparse_csr, "mkldnn": given.to_mkldnn}[layout]()
+    report = fastgrad.check_variants(lambda s: 2 * s.to_dense(), converted.requires_grad_())
+    assert report.passed, report
+    assert any(row.verdict == "not applicable" for row in report.rows)
+
+
+def test_func_without_a_result_is_rejected() -> None:
+    with pytest.raises(TypeError, match="func must return a tensor"):
+        fastgrad.check_variants(lambda x: None, torch.randn(3, dtype=torch.float64, requires_grad=True))
+
+
+@pytest.mark.parametrize("eps", [[1e-6], {"inputs[0]": 1e-6}])
+def test_tolerances_per_input_are_rejected(eps: Any) -> None:
+    with pytest.raises(TypeError, match="eps must be one number"):
+        fastgrad.check_variants(torch.sin, torch.randn(3, dtype=torch.float64, requires_grad=True), eps=eps)
