@@ -11,7 +11,7 @@ GradOutputs = Literal["given", "random", "non-contiguous", "ones"]
 """The source of gradgradcheck's grad_outputs."""
 
 Engine = Literal["auto", "dense", "compressed", "sketch"]
-"""The engine that computes the Jacobians; "auto": fastgrad chooses it."""
+"""The engine that computes the Jacobians. "auto" lets fastgrad choose it."""
 
 Precision = Literal["auto", "strict"]
 """Whether functions of a lower dtype are checked by measured rounding, or by tolerances as in double precision."""
