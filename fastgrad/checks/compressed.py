@@ -170,7 +170,6 @@ def _answer(
         if settings.check_forward_ad:
             forward = verdict.forward(plan)
             if not forward.is_decided:
-                findings.jvp_varies |= verdict.findings.jvp_varies
                 return "dense engine"
             found = forward.failure
     findings.add(verdict.findings)
@@ -191,7 +190,6 @@ def _forward_only(problem: Problem, settings: Settings, look: FirstLook, finding
             break
         if not verdict.numerical_suspects:
             forward = verdict.forward(verdict.plan)
-            findings.jvp_varies |= verdict.findings.jvp_varies
             if forward.failure is None and forward.entries is not None:
                 explains_func = verdict.of_func.certify(forward.entries) == [] and not verdict.of_func.may_hide_entries
                 forward = forward if explains_func else ForwardVerdict(False)

@@ -9,7 +9,6 @@ from functools import partial
 from torch import Tensor
 
 from fastgrad.core.errors import unless_rejected
-from fastgrad.engines import compressed
 from fastgrad.engines.compressed import Compression
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
@@ -44,16 +43,11 @@ def forward_verdict(
     """
     if compression.leaves_out:
         return ForwardVerdict(False)
-    certified = partial(_certified_entries, problem, settings, compression, wanted)
-    entries = unless_rejected(certified)  # jvp may raise for tangents that are not one-hot
-    if entries is None:
+    made = partial(TangentCertificate, problem, settings, compression)
+    certificate = unless_rejected(made)  # jvp may raise for tangents that are not one-hot
+    if certificate is None or not unless_rejected(partial(certificate.certify, wanted)):
         return ForwardVerdict(False)
-    values, certificate = entries
-    if certificate is None:
-        # If the same JVPs are right when they are run again, one of them was wrong once.
-        again = unless_rejected(certified)
-        findings.jvp_varies |= again is not None and again[1] is not None
-        return ForwardVerdict(False)
+    values = certificate.values
     for output, block in itertools.product(problem.outputs, problem.inputs):
         within = compression.entries_of(output)
         rows, columns = compression.rows[within] - output.first, compression.columns[within] - block.first
@@ -66,12 +60,3 @@ def forward_verdict(
             return ForwardVerdict(True, failure)
     findings.certificates.append(certificate.certificate())
     return ForwardVerdict(True, entries=values)
-
-
-def _certified_entries(
-    problem: Problem, settings: Settings, compression: Compression, wanted: float
-) -> tuple[Tensor, TangentCertificate | None]:
-    """The entries by forward mode, and their certificate, if it holds."""
-    values = compressed.tangent_entries(problem, compression)
-    certificate = TangentCertificate(problem, settings, compression, values)
-    return values, certificate if certificate.certify(wanted) else None

@@ -218,13 +218,13 @@ def linear_entries(problem: Problem, compression: Compression) -> Tensor:
 
 
 @phase("analytical columns")
-def tangent_entries(problem: Problem, compression: Compression) -> Tensor:
-    """Entries by forward mode: float64, shape (nnz,). One JVP per column group."""
+def tangent_entries(problem: Problem, compression: Compression, jvps_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Entries by forward mode: float64, shape (nnz,). One JVP per column group; jvps_of: `Problem.jvps_of`."""
     values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
     grouping = compression.column_groups
     for members, entries in zip(_members_on(grouping, problem.device), grouping.entries(), strict=True):
         tangent = torch.zeros(1, problem.n, dtype=torch.float64, device=problem.device).index_fill_(1, members, 1.0)
-        ops.decompress_(values, problem.jvps_of(tangent)[0], None, compression.rows, entries)
+        ops.decompress_(values, jvps_of(tangent)[0], None, compression.rows, entries)
     return values
 
 

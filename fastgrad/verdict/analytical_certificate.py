@@ -26,7 +26,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
-from fastgrad.verdict.linearity import LinearityTest, linearity_certificate
+from fastgrad.verdict.linearity import LinearityTest, detected_size, linearity_certificate
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.numerical_certificate import Incomplete, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
@@ -86,7 +86,6 @@ class AnalyticalCertificate:
         self._replaced: dict[int, Tensor] = {}
         self._tests: Sequence[LinearityTest] = ()
         self._tested_kinds: tuple[GradOutputKind, ...] = ()
-        self._chance = 4 * (1 - settings.confidence)
         self._asked = 0.0
         self.values = values
         self._owns_values = False
@@ -184,20 +183,18 @@ class AnalyticalCertificate:
     def _tested_with_more_cotangents(self, resolution: float) -> Failure | Incomplete:
         """Tests with further cotangents, until the rounding of large entries is unlikely to hide an entry that matters.
 
-        If an entry that the pattern lacks was added to a larger entry of its column, a product contains the missing
-        entry times the difference of two components of the cotangent. This difference is smaller than s with
-        probability s. If only one of the two components is zero, as in half of all halved cotangents, the missing entry
-        is multiplied by the other component.
+        `detected_size` says what is unlikely. If only one of the two components is zero, as in half of all halved
+        cotangents, the missing entry is multiplied by the other component.
         """
-        count = 1
-        while resolution > self._asked * self._chance ** (1 / count) and count < MAX_COTANGENTS:
+        count, confidence = 1, self._settings.confidence
+        while detected_size(resolution, count, confidence) > self._asked and count < MAX_COTANGENTS:
             linearity = next(self._tests_of((NON_CONTIGUOUS,), count))
             found = self._result_of(linearity)
             if isinstance(found, Failure) or not found.is_nothing:
                 return found
             resolution = max(resolution, linearity.resolution)
             count += 1
-        self.bound = resolution / self._chance ** (1 / count)
+        self.bound = detected_size(resolution, count, confidence)
         return incomplete([])
 
     def _follow_columns(self, linearity: LinearityTest) -> Failure | Incomplete:
@@ -240,7 +237,7 @@ class AnalyticalCertificate:
     @property
     def _largest_certifiable(self) -> float:
         """Largest error of a product with which further cotangents can still exclude entries that matter."""
-        return float(self._asked * self._chance ** (1 / MAX_COTANGENTS))
+        return self._asked / detected_size(1.0, MAX_COTANGENTS, self._settings.confidence)
 
     def _is_small(self, linearity: LinearityTest, suspects: Sequence[tuple[int, int]]) -> bool:
         """Whether further cotangents can still exclude entries that matter; notes the largest error of the suspects."""

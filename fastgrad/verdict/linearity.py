@@ -125,6 +125,16 @@ def measured_rounding(
     return torch.minimum(rounding, unit_roundoff**LARGEST_MEASURED * sizes).nan_to_num_(0.0)
 
 
+def detected_size(resolution: float, vectors: int, confidence: float) -> float:
+    """The size from which entries outside a pattern are detected by so many random vectors.
+
+    If an entry was computed together with another one, it is multiplied in a product by the difference of two
+    components of the vector. This difference is smaller than s with probability s, and for all vectors with probability
+    s^vectors. resolution: the largest error of a product that rounding may explain.
+    """
+    return float(resolution / (4 * (1 - confidence)) ** (1 / vectors))
+
+
 def linearity_cotangents(
     m: int, seed: int, device: torch.device, kinds: tuple[GradOutputKind, ...] = GRAD_OUTPUT_KINDS, number: int = 0
 ) -> Tensor:

@@ -13,12 +13,21 @@ from fastgrad.core.native import ops
 from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import one_hot_elements
-from fastgrad.engines.compressed import Compression
+from fastgrad.engines.compressed import Compression, tangent_entries
+from fastgrad.problem.forward import SummedJvps
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.analytical_certificate import MAX_COTANGENTS, SAME
-from fastgrad.verdict.linearity import NEGLIGIBLE, SUM_ROUNDING, TERM_ROUNDING, measured_rounding, term_sizes
+from fastgrad.verdict.linearity import (
+    NEGLIGIBLE,
+    SUM_ROUNDING,
+    TERM_ROUNDING,
+    detected_size,
+    disagreement,
+    measured_rounding,
+    term_sizes,
+)
 from fastgrad.verdict.repeated_calls import MAX_CALLS
 from fastgrad.verdict.tangents import tangent_directions
 
@@ -26,23 +35,35 @@ CLAIM = "the forward-mode entries outside the sparsity pattern are zero, and jvp
 
 
 class TangentCertificate:
-    """Certifies that no entry of forward mode lies outside a pattern, and that the jvp is linear in its tangent."""
+    """Certifies that no entry of forward mode lies outside a pattern, and that the jvp is linear in its tangent.
 
-    def __init__(self, problem: Problem, settings: Settings, compression: Compression, values: Tensor) -> None:
-        """values: the entries in the pattern, by JVPs of column groups: float64, shape (nnz,)."""
+    Attributes
+    ----------
+    values
+        The entries in the pattern, by JVPs of column groups: float64, shape (nnz,).
+    """
+
+    def __init__(self, problem: Problem, settings: Settings, compression: Compression) -> None:
         self._problem = problem
         self._settings = settings
         self._compression = compression
-        self._values = values
+        self._summed = problem.unexplained_jvps or SummedJvps(problem)
         self._tangents = 0
         self._bound = 0.0
+        problem.unexplained_jvps = self._summed  # until they are explained, also if a JVP raises
+        self.values = tangent_entries(problem, compression, self._summed.jvps_of)
 
     def certify(self, wanted: float) -> bool:
-        """Whether the JVPs of one-hot and of random tangents equal the sums of the entries, up to rounding.
+        """Whether the entries explain all JVPs, also of one-hot and of random tangents.
 
-        wanted: the size from which entries outside the pattern must be detected.
+        If not, the JVPs remain in `Problem.unexplained_jvps`. wanted: the size from which entries outside the pattern
+        must be detected.
         """
-        return self._columns_agree() and self._sums_agree(wanted) and self._problem.domains_match
+        explains = self._columns_agree() and self._sums_agree(wanted) and self._problem.domains_match
+        if not (explains and self._explains_earlier_jvps()):
+            return False
+        self._problem.unexplained_jvps = None
+        return True
 
     def certificate(self) -> Certificate:
         """The certificate, after `certify` has returned True."""
@@ -52,13 +73,11 @@ class TangentCertificate:
     def _columns_agree(self) -> bool:
         """Whether columns that are run separately equal those that were computed together, up to rounding."""
         for column in self._separate_columns():
-            tangents, domains_match = self._problem.tangent_columns(column, 1)
-            if not domains_match:
-                return False
-            here = (self._compression.columns == column).nonzero().reshape(-1)
-            known = torch.zeros_like(tangents[0])
-            known[self._compression.rows[here]] = self._values[here]
-            if not largest(tangents[0] - known) <= SAME * largest(known):
+            tangent = torch.zeros(1, self._problem.n, dtype=torch.float64, device=self._problem.device)
+            tangent[0, column] = 1.0
+            product = self._summed.jvps_of(tangent)
+            known, _ = self._sums(tangent)
+            if not largest(product - known) <= SAME * largest(known):
                 return False
         return True
 
@@ -72,8 +91,7 @@ class TangentCertificate:
         return sorted(columns)
 
     def _sums_agree(self, wanted: float) -> bool:
-        """Whether JVPs of as many random tangents as are needed equal sums; an `AnalyticalCertificate` explains it."""
-        chance = 4 * (1 - self._settings.confidence)
+        """Whether JVPs of as many random tangents as are needed equal the sums of the entries, up to rounding."""
         tangents = tangent_directions(self._problem.n, self._settings.seed, self._problem.device)
         resolution, count = 0.0, 1
         while True:
@@ -81,8 +99,7 @@ class TangentCertificate:
             if found is None:
                 return False
             resolution = max(resolution, found)
-            self._bound = resolution / chance ** (1 / count)
-            self._tangents = count + 1
+            self._bound, self._tangents = detected_size(resolution, count, self._settings.confidence), count + 1
             if self._bound <= wanted or count == MAX_COTANGENTS:
                 return self._bound <= wanted
             stream = TANGENT_STREAM + 16 * count
@@ -91,19 +108,31 @@ class TangentCertificate:
 
     def _resolution(self, tangents: Tensor) -> float | None:
         """The largest error of a JVP that rounding may explain; None if a JVP differs by more from its sum."""
-        products = self._problem.jvps_of(tangents)
-        sums, squares = torch.zeros_like(products), torch.zeros_like(products)
-        for tangent, total, square in zip(tangents, sums, squares, strict=True):
-            ops.project_entries_(
-                total, square, tangent, self._compression.columns, self._compression.rows, self._values
-            )
+        products, (sums, squares) = self._summed.jvps_of(tangents), self._sums(tangents)
         sizes = term_sizes(squares, sums)
         rounding = TERM_ROUNDING + SUM_ROUNDING * self._compression.pattern.most_in_row**0.5
         allowed = rounding * self._problem.unit_roundoff * sizes + NEGLIGIBLE * self._settings.atol
         error = (products - sums).abs_()
         if not bool((error <= allowed).all()):
             measured = measured_rounding(
-                lambda factor: self._problem.jvps_of(tangents * factor), products, sizes, self._problem.unit_roundoff
+                lambda factor: self._summed.jvps_of(tangents * factor), products, sizes, self._problem.unit_roundoff
             )
             allowed = torch.maximum(allowed, measured)
         return largest(allowed) if bool((error <= allowed).all()) else None
+
+    def _explains_earlier_jvps(self) -> bool:
+        """Whether the entries explain the sum of all JVPs, also of those that another pattern did not explain."""
+        tangent, product = self._summed.tangent[None], self._summed.product[None]
+        sums = tangent, product, *self._sums(tangent)
+        own = self._settings.loosest()
+        return disagreement(*sums, self._settings, own.atol, own.rtol) is None
+
+    def _sums(self, tangents: Tensor) -> tuple[Tensor, Tensor]:
+        """J u for tangents u, shape (count, n), from the entries; and the sums of the squared terms: (count, m)."""
+        sums, squares = torch.zeros(
+            2, tangents.shape[0], self._problem.m, dtype=torch.float64, device=self._problem.device
+        ).unbind()
+        entries = self._compression.columns, self._compression.rows, self.values
+        for tangent, total, square in zip(tangents, sums, squares, strict=True):
+            ops.project_entries_(total, square, tangent, *entries)
+        return sums, squares

@@ -79,19 +79,28 @@ def sums_certificate(count: int, bound: float, settings: Settings) -> Certificat
     return Certificate(claim, method, settings.of_entries(bound))
 
 
+_WHEN = "for a random tangent", "for a random tangent, with some of its elements zero", "summed over earlier tangents"
+"""The tangents of a `TangentLinearityTest`, for messages."""
+
+
 class TangentLinearityTest:
     """Compares J u, summed from one-hot columns, with the JVP of u, for two u in R^n over all inputs at once.
 
     The first u is dense, with components of magnitude in [0.5, 1.5). The second is REPEAT_SCALE times the first, with a
     random half of the negative components of the first set to zero. So every component is negative in one of the two.
-    The columns, which are not repeated, were computed with positive components.
+    The columns, which are not repeated, were computed with positive components. J u is also compared with
+    `Problem.unexplained_jvps`.
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
         self._problem = problem
         self._settings = settings
         self._directions = tangent_directions(problem.n, settings.seed, problem.device)
-        self._sums, self._squares = torch.zeros(2, 2, problem.m, dtype=torch.float64, device=problem.device).unbind()
+        self._summed = problem.unexplained_jvps
+        if self._summed is not None:
+            self._directions = torch.cat([self._directions, self._summed.tangent[None]])
+        shape = 2, self._directions.shape[0], problem.m
+        self._sums, self._squares = torch.zeros(shape, dtype=torch.float64, device=problem.device).unbind()
         self._error = self._sums
 
     def add(self, block: TangentBlock) -> None:
@@ -110,14 +119,16 @@ class TangentLinearityTest:
     def failure(self) -> Failure | None:
         """Compares J u with the JVPs, output by output, after all columns were added."""
         try:
-            products = self._problem.jvps_of(self._directions)
+            products = self._problem.jvps_of(self._directions[:2])
         except Exception as error:  # one-hot tangents did not raise
             raise_unless_of_func(error)
             return raised_for("a random tangent", error, "forward")
+        self._error = (products - self._sums[:2]).nan_to_num_(0.0, 0.0, 0.0)  # infinite entries were compared before
+        if self._summed is not None:
+            products = torch.cat([products, self._summed.product[None]])
         own = self._settings.loosest()
         rtol = own.rtol + ROUNDING * self._problem.unit_roundoff
         wrong = disagreement(self._directions, products, self._sums, self._squares, self._settings, own.atol, rtol)
-        self._error = (products - self._sums).nan_to_num_(0.0, 0.0, 0.0)  # infinite entries were compared before
         if wrong is None:
             if largest(self._error) <= self._settings.atol:
                 return None
@@ -125,8 +136,7 @@ class TangentLinearityTest:
         which, component, allowed = wrong
         output = block_with(self._problem.outputs, component)
         numbers = (values[which, component].item() for values in (products, self._sums, allowed))
-        when = f"for a random tangent{', with some of its elements zero' if which else ''}"
-        return nonlinear_sum("forward", output, component, when, "the columns of the Jacobian", *numbers)
+        return nonlinear_sum("forward", output, component, _WHEN[which], "the columns of the Jacobian", *numbers)
 
 
 def repeated_tangents_failure(

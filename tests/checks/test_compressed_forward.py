@@ -148,6 +148,21 @@ def test_a_jvp_that_is_wrong_in_one_call_fails(call: int, keywords: dict[str, bo
 
 
 @pytest.mark.parametrize("keywords", [BOTH, FORWARD])
+@pytest.mark.parametrize("calls", [{1, 3}, {1, 2}, {2, 4}, {1, 130}])
+def test_what_no_pattern_explains_the_dense_engine_must_explain(calls: set[int], keywords: dict[str, bool]) -> None:
+    func = square(lambda x, tangent, number: right(x, tangent) + 0.1 * number * (number in calls))
+    assert not fastgrad.check(func, (leaf(SIZE),), **keywords).passed
+
+
+@pytest.mark.parametrize("keywords", [BOTH, FORWARD])
+def test_a_jvp_that_is_wrong_only_for_a_constant_tangent_fails(keywords: dict[str, bool]) -> None:
+    func = square(lambda x, tangent, _: right(x, tangent) + 0.1 * bool((tangent == 1).all()))
+    report = fastgrad.check(func, (leaf(SIZE),), **keywords)
+    assert report.failure is not None
+    assert "the columns of the Jacobian" in str(report)
+
+
+@pytest.mark.parametrize("keywords", [BOTH, FORWARD])
 def test_a_custom_jvp_is_called_often(keywords: dict[str, bool]) -> None:
     report = fastgrad.check(square(right), (leaf(SIZE),), **keywords)
     assert report.passed
