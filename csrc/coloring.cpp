@@ -221,7 +221,7 @@ at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t ta
     return at::zeros({pattern.vertices}, at::kLong);  // no two vertices share a target
   }
   if (bound == pattern.vertices) {
-    return at::arange(pattern.vertices, at::kLong);  // one target has all vertices
+    return at::arange(pattern.vertices, at::kLong);  // all vertices share one target
   }
   const at::Tensor natural = at::empty({pattern.vertices}, at::kLong);
   std::vector<int64_t> order(pattern.vertices);

@@ -111,10 +111,10 @@ double step_above_rounding(double step, const at::Tensor& base, double ulp, doub
   return step * multiple;
 }
 
-// As two_points, on the CPU. noise also covers the distance of `half`, the values at x + step u / 2, from the parabola
-// through the other three points, converted to a derivative. The reason may be curvature of higher order, a kink, a
-// jump or rounding. half becomes the curvature error of a one-sided derivative with this step, and rounding_inside
-// its estimated rounding error.
+// Like two_points, on the CPU. noise also covers the distance of `half`, the values at x + step u / 2, from the
+// parabola through the other three points, converted to a derivative. The reason may be curvature of higher order, a
+// kink, a jump or rounding. half becomes the curvature error of a one-sided derivative with this step, and
+// rounding_inside its estimated rounding error.
 void three_points(
     const TwoPoints& at, const at::Tensor& half, const at::Tensor& rounding_inside, OneSidedError& error) {
   const int64_t count = at.derivative.numel();

@@ -35,7 +35,7 @@ struct Derivatives {
   double curvature = 0.0, step = 0.0;
 };
 
-// If an output differs from its OutputSpec: the number of the evaluation, the number of the output, and what func
+// If an output differs from its OutputSpec: the number of the evaluation, the index of the output, and what func
 // returned instead.
 using Changed = std::tuple<int64_t, int64_t, pybind11::object>;
 
@@ -171,7 +171,7 @@ class Evaluator {
   // The origin of an input on this device; a copy on the CPU is made once.
   at::Tensor origin_on(at::Device device, size_t block) const;
 
-  // As values_along, for a displacement and values on the CPU. If outputs are on a device, the displacement is copied
+  // Like values_along, for a displacement and values on the CPU. If outputs are on a device, the displacement is copied
   // once, and so are all values together.
   std::optional<Changed> values_on_cpu(
       const at::Tensor& displacement, const std::vector<double>& scales, const std::vector<at::Tensor>& values,

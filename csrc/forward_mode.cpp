@@ -201,7 +201,7 @@ class Turn {
   }
 };
 
-// As torch.autograd.forward_ad.dual_level, which an interrupt can leave in an intermediate state.
+// Like torch.autograd.forward_ad.dual_level, which an interrupt can leave in an intermediate state.
 class DualLevel {
  public:
   DualLevel()

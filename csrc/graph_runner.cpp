@@ -32,7 +32,7 @@ using torch::autograd::Node;
 // In larger graphs, the engine takes only a small share of the time.
 constexpr size_t most_nodes = 64;
 
-// As is_plain_dense, but lazily conjugated or negated tensors are allowed.
+// Like is_plain_dense, but lazily conjugated or negated tensors are allowed.
 bool is_dense_or_lazy(const at::Tensor& tensor) {
   constexpr auto lazy = c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
   return tensor.defined() && is_plain_backend(backend_keys(tensor) - lazy);

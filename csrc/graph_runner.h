@@ -24,7 +24,7 @@ class GraphRunner {
   // Whether later VJPs call only the nodes, without the engine.
   bool bypasses_engine() const { return state_ == State::nodes; }
 
-  // The gradients of the inputs; undefined for an input without a gradient. Called and returns with the GIL held.
+  // The gradients of the inputs; undefined for an input without a gradient. The GIL is held on entry and on return.
   std::vector<at::Tensor> vjp(const std::vector<at::Tensor>& cotangents);
 
   // The VJP of zeros, or of undefined grad_outputs of all outputs or of one, the others zero.

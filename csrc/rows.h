@@ -98,7 +98,7 @@ inline void flatten_into(
   }
 }
 
-// As at::equal, but also for complex32, which at::equal does not support.
+// Like at::equal, but also for complex32, which at::equal does not support.
 inline bool have_equal_values(const at::Tensor& left, const at::Tensor& right) {
   if (left.scalar_type() != at::kComplexHalf || right.scalar_type() != at::kComplexHalf) {
     return at::equal(left, right);

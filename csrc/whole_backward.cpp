@@ -114,7 +114,7 @@ GradientsMatch vectorized_rows(
   return match;
 }
 
-// As vectorized_rows. Nothing if the backward cannot be vectorized, which only a trial shows.
+// Like vectorized_rows; nullopt if the backward cannot be vectorized, which only a trial shows.
 std::optional<GradientsMatch> try_vectorized_rows(
     const at::Tensor& output, const std::vector<InputBlock>& inputs, bool imaginary, const at::Tensor& rows) {
   if (output.layout() != at::kStrided) {
@@ -332,7 +332,7 @@ std::optional<std::vector<std::pair<double, double>>> largest_errors(
       rows.is_contiguous() && columns.is_contiguous() && columns.device() == rows.device() && columns.size(0) == n,
       "largest_errors: rows and columns must be contiguous, on one device, and of one Jacobian, got ", rows.sizes(),
       " and ", columns.sizes());
-  // No sums and products of the arguments: they may overflow.
+  // No sums or products of the arguments: they may overflow.
   TORCH_CHECK(
       first_row >= 0 && row_step > 0 && (count == 0 || (first_row < m && count - 1 <= (m - 1 - first_row) / row_step)),
       "largest_errors: ", count, " rows from ", first_row, " on (step ", row_step, ") must lie within ", m, " rows");

@@ -20,8 +20,8 @@ FASTGRAD_HOST_DEVICE float float_of(uint32_t bits) {
   return value;
 }
 
-// 5 bits of exponent, 10 of mantissa. From float: to the nearest, ties to even; from double by way of
-// float, as c10::Half rounds it.
+// 5 bits of exponent, 10 of mantissa. Conversion from float rounds to nearest, ties to even. Conversion from double
+// goes through float, as in c10::Half.
 struct Float16 {
   uint16_t bits;
 
@@ -34,7 +34,7 @@ struct Float16 {
     if (size > infinity) {
       magnitude = 0x7E00u;
     } else if (size < smallest_normal) {
-      // The spacing of floats next to 0.5 is that of subnormal numbers here: the addition rounds.
+      // Floats in [0.5, 1) have the spacing of subnormal float16 numbers, so the addition rounds.
       magnitude = bits_of(float_of(size) + 0.5f) - bits_of(0.5f);
     } else {
       const uint32_t rounded = (size - rebias + 0x0FFFu + (size >> 13 & 1u)) >> 13;

@@ -25,7 +25,7 @@ struct StridedBlock {
   int64_t row_stride, column_stride;
 };
 
-// The same on the CPU, without tensors: for `rows` rows with `entries` entries each.
+// compare on the CPU, without tensors: for `rows` rows with `entries` entries each.
 ComparisonStatistics compare_blocks(
     const StridedBlock& analytical, const StridedBlock& numerical, int64_t rows, int64_t entries, double atol,
     double rtol, bool complex_entries, bool equal_nan);

@@ -423,7 +423,7 @@ def check(
 def _in_parts(
     call: tuple[Any, ...], group: torch.distributed.ProcessGroup | None, checkpoint: str | os.PathLike[str] | None
 ) -> Report:
-    """As `_report_of_call(*call)`, on the ranks of a group or with a checkpoint."""
+    """Like `_report_of_call(*call)`, on the ranks of a group or with a checkpoint."""
     from fastgrad.sharding.check import in_parts  # imported here to keep `import fastgrad` fast
 
     if not (checkpoint is None or isinstance(checkpoint, (str, os.PathLike))):

@@ -193,7 +193,7 @@ def _dense(problem: Problem, matrix: Tensor, layout: torch.layout) -> Jacobians:
 
 
 def _sparse(problem: Problem, rows: Tensor, columns: Tensor, values: Tensor, layout: torch.layout) -> Jacobians:
-    """As `_dense`, from the entries of the sparsity pattern; all other entries are zero."""
+    """Like `_dense`, from the entries of the sparsity pattern; all other entries are zero."""
 
     def part(output: Block, block: Block) -> Tensor:
         i, j = rows - output.first, columns - block.first

@@ -373,7 +373,7 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
                 if failure is not None:
                     return plan, failure
             raise found.raised
-        if found.failure is not None and found.failure.kind == "nonlinear" and is_affordable(problem):
+        if found.failure is not None and found.failure.kind in ("nonlinear", "raises") and is_affordable(problem):
             # The exact engine names the output and the input of the entry.
             derivative = "jvp" if found.failure.mode == "forward" else "backward"
             exact_plan, failure = exactly(f"{derivative} is not linear")

@@ -177,7 +177,7 @@ def _answer(
 
 
 def _forward_only(problem: Problem, settings: Settings, look: FirstLook, findings: Findings) -> Outcome | None:
-    """As `check_by_structure` if only forward mode is checked: the pattern is found and certified by func alone."""
+    """Like `check_by_structure` if only forward mode is checked: the pattern is found and certified by func alone."""
     patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look))
     finders = patterns.guess, partial(patterns.probe, watch_gradients=False), patterns.align
     for pattern in filter(None, (find() for find in finders)):

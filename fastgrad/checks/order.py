@@ -62,7 +62,7 @@ def check(
 
 
 def verdict(func: Callable[..., Any], inputs: Any, settings: Settings, explain: bool) -> Report | None:
-    """As `check`, but None if a small check passes: a report would take a fifth of the time of the smallest checks."""
+    """Like `check`, but None if a small check passes: a report takes a fifth of the time of the smallest checks."""
     found = _checked(func, inputs, settings, (), explain, None, time.perf_counter())
     return found if isinstance(found, Report) else None
 

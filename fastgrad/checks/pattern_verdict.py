@@ -104,7 +104,7 @@ class _Entries:
             self._problem.irreproducible.append("at steps of several inputs")
 
     def repeat_suspects(self) -> None:
-        """As `repeat_differences`, if differences along directions contradict the entries."""
+        """Like `repeat_differences`, if differences along directions contradict the entries."""
         if self.numerical_suspects:
             self.repeat_differences()
 
@@ -241,7 +241,7 @@ class PatternVerdict(_Entries):
                 grouping = compression.row_groups[output.index]
                 groups = [grouping.members(g) for g in range(repeated)]
                 repeat = groups_failure(problem, self._settings, output, groups)
-                if repeat is not None and repeat.kind == "nonlinear":
+                if repeat is not None and repeat.kind in ("nonlinear", "raises"):
                     first = output.first + int(groups[0][0])
                     repeat = self.of_func.row_failure(first, self._of_backward.row_alone(first)) or repeat
                 own = self._settings.loosest()

@@ -281,7 +281,7 @@ def noise_varies(
     differences: Differences,
     measure: Callable[[int], Differences],
 ) -> bool:
-    """As `func_varies`, where no repeated differences count as quiet; base: the outputs at x, shape (m,)."""
+    """Like `func_varies`, where no repeated differences count as quiet; base: the outputs at x, shape (m,)."""
     return func_varies(
         settings,
         differences.rounding * base.abs(),
@@ -312,7 +312,7 @@ def _sketch_certificates(size: str, bound: float, cancelling: float, confidence:
     pairs = f"the same sums, with probability {confidence:.10g}"
     return (
         Certificate(f"no single entry is wrong by more than {size}", method, bound),
-        Certificate("no two errors cancel each other in a row or a column", pairs, cancelling),
+        Certificate("no two wrong entries of a row or column hide each other", pairs, cancelling),
     )
 
 

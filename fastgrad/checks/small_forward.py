@@ -33,7 +33,8 @@ class _Directions:
     rows
         Float64, shape (count, n).
     undefined
-        For each row, the number of the input whose tangent is undefined; the row before has zeros there. -1: none.
+        For each row, the index of the input whose tangent is undefined, or -1. The previous row has zeros for this
+        input.
     shares
         The factors from `combined_tangents`; empty if there are no combined tangents.
     """
@@ -66,7 +67,7 @@ def columns_agree(check: SmallCheck, settings: Settings) -> bool:
 
 
 def products_agree(check: SmallCheck, settings: Settings) -> bool:
-    """Compares JVPs with differences along random directions, output by output; returns as `columns_agree` does."""
+    """Compares JVPs with differences along random directions, output by output; returns whether all agree."""
     if check.differences is not None:
         return _products_agree(check, settings, *check.differences)
     for differences, weight, bound in differences_by_step(check, settings):

@@ -32,7 +32,7 @@ class SmallPattern:
     grad_outputs
         Float64, shape (row groups + one-hot rows, m).
     only
-        The number of the output to which each of these rows belongs.
+        The index of the output to which each of these rows belongs.
     row_groups
         The row group of each entry: int64, shape (entries,).
     one_hot

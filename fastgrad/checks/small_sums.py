@@ -217,7 +217,7 @@ def rounding_of_differences(problem: SmallProblem, step: float) -> float:
 
 
 def _noise_varies(check: SmallCheck, settings: Settings, step: float, budget: float, differences: Derivatives) -> bool:
-    """As `func_varies`, for differences at a step."""
+    """Like `func_varies`, for differences at a step."""
     return func_varies(
         settings,
         rounding_of_differences(check.problem, settings.eps * step),

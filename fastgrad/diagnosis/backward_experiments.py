@@ -145,7 +145,7 @@ class BackwardExperiments(Experiments):
             self._note(dense_error=abs(float(terms.sum() - others.sum())) / size)
 
     def _nonlinearity(self, found: Tensor, expected: Tensor) -> float:
-        """As `_deviation`, but zero if rounding explains the difference, or if it is negligible."""
+        """Like `_deviation`, but zero if rounding explains the difference, or if it is negligible."""
         negligible = max(NEGLIGIBLE * self._settings.atol, ROUNDING * self._problem.unit_roundoff)
         return 0.0 if float((found - expected).abs().max()) <= negligible else _deviation(found, expected)
 

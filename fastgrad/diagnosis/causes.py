@@ -102,7 +102,8 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     if evidence.func_varies:
         yield Cause(
             "race",
-            "func gives different values in each call: random numbers, atomic additions, or uninitialized memory",
+            "func gives different values in each call: random numbers, state, atomic additions, or "
+            "uninitialized memory",
             f"two calls at the same inputs differ by {evidence.func_varies:.1e}",
             0.97,
         )
@@ -166,7 +167,7 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
             "truncation",
             f"eps = {eps:g} is too large for func's curvature: a step of {h:.1e} gives the derivative {slope:.6g}, and "
             "the analytical gradient agrees with it up to rounding",
-            f"the analytical gradient is off by {off:.1e} at eps, by {abs(slope - analytical):.1e} at this step",
+            f"the analytical gradient is off by {off:.1e} at eps, and by {abs(slope - analytical):.1e} at this step",
             0.88,
         )
 
@@ -267,7 +268,7 @@ def _modified(evidence: Evidence) -> Cause:
         measure = f"relative difference {evidence.modified:.1e} of the gradient if backward gets a copy of grad_output"
     else:
         measure = "a dense grad_output has different values after the call"
-        measure += f"; for other layouts {error}" if error else ""
+        measure += f"; for another layout, backward raises {error}" if error else ""
     return Cause(
         "modified grad_output",
         "backward writes into grad_output, which other nodes also read: write into a new tensor instead",
@@ -313,7 +314,7 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
     power = round(sum(powers) / len(powers), 2) if powers else 1.0
     if power != 1.0 and max(powers) - min(powers) < 0.01:
         if abs(power) < 0.01:
-            return "backward ignores the magnitude of grad_output: it uses only the sign, or ignores grad_output"
+            return "the gradient does not grow with grad_output: backward clamps it, uses only its sign, or ignores it"
         return f"backward raises grad_output to the power {power:g}"
     return "backward is not linear in grad_output: for example a clamp, rounding, or a product of two grad_outputs"
 
@@ -325,7 +326,7 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
     worst, other = failure.comparison.worst if failure.comparison else None, evidence.other_mode
     if worst is None or other is None or failure.numerical_issue is not None:
         return
-    own, name = ("backward", "forward") if failure.mode == "reverse" else ("jvp", "reverse")
+    own, name = ("backward", "forward") if failure.mode == "reverse" else ("the jvp", "reverse")
     numerical, analytical = complex(worst.numerical), complex(worst.analytical)
     if not math.isfinite(modulus(numerical)):
         return  # the tolerance is infinite as well, so every value would be within it

@@ -42,7 +42,7 @@ def diagnosed(problem: Problem, report: Report, known_sample: Sample | None = No
         all entries takes too many calls.
     """
     failure = report.failure
-    kinds = ("mismatch", "nonlinear", "nondeterministic", "not multiplied by grad_output")
+    kinds = ("mismatch", "nonlinear", "raises", "nondeterministic", "not multiplied by grad_output")
     # For other kinds, calling func again gives no further evidence.
     if failure is not None and failure.kind in kinds and problem.has_graph and problem.n and problem.m:
         return _Investigation(problem, report, failure, known_sample).run()

@@ -68,7 +68,7 @@ class Experiments:
         self._evidence = replace(self._evidence, **found)  # type: ignore[arg-type]
 
     def _coordinates(self, output: Block, block: Block, worst: Entry) -> tuple[int, int]:
-        """The coordinates of the worst entry for the failing part: among those of all inputs and of all outputs."""
+        """Coordinates of the worst entry in all inputs and in all outputs; if complex, of the part that fails."""
         element = element_number(worst.input_index, block.tensor.shape)
         if block.elements is not None:
             element = int((block.elements == element).nonzero()[0])

@@ -341,7 +341,7 @@ class Hypotheses:
         return one.u * one.gradient, one.u[block.slice] * slope[output.slice]
 
     def _points(self) -> Iterator[tuple[str, Tensor]]:
-        """Points to which a saved input may have been changed: their descriptions and displacements from x."""
+        """Values that may have replaced a saved input: their descriptions, and their displacements from x."""
         problem = self.problem
         x = problem.coordinates()
         for block in problem.inputs:

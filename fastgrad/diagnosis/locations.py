@@ -186,13 +186,13 @@ def _element(places: _WrongElements, name: str) -> Rule | None:
         return None
     element = places.elements[places.bad]
     spot = ", ".join(map(str, places.index[places.bad][0].tolist()))
-    likely = places.bad.numel() * math.exp(_log_chance(wrong, total))
+    chance = places.bad.numel() * math.exp(_log_chance(wrong, total))
     text = f"wrong only in {name}[{spot}]"
     sampled = "" if places.is_complete else "sampled "
     measure = f"all {wrong} {sampled}entries of this element, and none of the other {total - wrong}"
-    if likely > CHANCE:
+    if chance > CHANCE:
         return None
-    cause = Cause("slice", text, measure, 0.95 * (1 - likely))
+    cause = Cause("slice", text, measure, 0.95 * (1 - chance))
     return _of(places, cause, lambda some: some.elements == element)
 
 
@@ -226,23 +226,23 @@ def _rule(
     name: CauseName,
     text: str,
     places: _WrongElements,
-    likely: float,
+    chance: float,
     base: float,
     covers: Covers,
-    most: float = CHANCE,
+    max_chance: float = CHANCE,
 ) -> Rule | None:
     """A rule that fits all wrong and no right elements; None if chance may explain it.
 
-    likely: the probability that it fits by chance; most: the largest such probability for a rule; base: the confidence
-    of a rule that cannot fit by chance.
+    chance: the probability that it fits by chance; max_chance: the largest such probability at which the rule is still
+    returned; base: its confidence if the probability is zero.
     """
-    if likely > most:
+    if chance > max_chance:
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
     wrong = {1: "the only wrong element", 2: "both wrong elements"}.get(bad, f"all {bad} wrong elements")
     sampled = "" if places.is_complete else " in the sample"
     measure = f"covers {wrong} and none of the {total - bad} right ones{sampled}"
-    return _of(places, Cause(name, text, measure, base * (1 - likely)), covers)
+    return _of(places, Cause(name, text, measure, base * (1 - chance)), covers)
 
 
 def _extent(index: Tensor) -> tuple[int, int]:
@@ -364,9 +364,9 @@ def _slice(places: _WrongElements, name: str) -> Rule | None:
             if bool((inside & ~bad).any()):
                 continue
             spot = ", ".join(str(int(wrong[0, dim])) if dim in dims else ":" for dim in range(len(places.shape)))
-            likely = rules**count * places.chance()
+            chance = rules**count * places.chance()
             covers = _at(dims, wrong[0, dims])
-            return _rule("slice", f"wrong only in {name}[{spot}]", places, likely, 0.9, covers, CHANCE_OF_PLACES)
+            return _rule("slice", f"wrong only in {name}[{spot}]", places, chance, 0.9, covers, CHANCE_OF_PLACES)
     return None
 
 
@@ -395,21 +395,21 @@ def _region(places: _WrongElements, name: str) -> Rule | None:
         threshold, natural = _threshold(*sorted((last_wrong, first_right)))
         if wrong.numel() == 1 and not natural:
             return None  # a single wrong element often has the largest or smallest value by chance
-        likely = (2 if natural else 4) * places.chance()
+        chance = (2 if natural else 4) * places.chance()
         base = 0.92 if natural else 0.89
         sign += "=" * (threshold == last_wrong)
         covers = _where(sign, threshold, what != name)
-        return _rule("region", f"wrong only where {what} {sign} {threshold:.4g}", places, likely, base, covers)
+        return _rule("region", f"wrong only where {what} {sign} {threshold:.4g}", places, chance, base, covers)
     right, wrong = values[~bad], values[bad]
     low, high = float(wrong.min()), float(wrong.max())
     if not bool(((right >= low) & (right <= high)).any()) and bool((right < low).any()) and bool((right > high).any()):
         begin, _ = _threshold(float(right[right < low].max()), low)
         end, _ = _threshold(high, float(right[right > high].min()))
         signs = "<=" if begin == low else "<", "<=" if end == high else "<"
-        likely = places.bad.numel() ** 2 * places.chance()
+        chance = places.bad.numel() ** 2 * places.chance()
         text = f"wrong only where {begin:.4g} {signs[0]} {name} {signs[1]} {end:.4g}"
         first, last = _where(signs[0].replace("<", ">"), begin, False), _where(signs[1], end, False)
-        return _rule("region", text, places, likely, 0.85, lambda some: first(some) & last(some))
+        return _rule("region", text, places, chance, 0.85, lambda some: first(some) & last(some))
     return None
 
 

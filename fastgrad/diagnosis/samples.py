@@ -181,7 +181,7 @@ def _around(element: int, shape: tuple[int, ...], seed: int) -> list[int]:
         for dim, candidates in enumerate(along):
             if turn < len(candidates):
                 places.append((*index[:dim], candidates[turn], *index[dim + 1 :]))
-        # Random elements in between, because neighbors alone do not distinguish a single place from a rule.
+        # Random elements as well: neighbors alone cannot distinguish a single wrong element from a rule.
         where = direction(max(1, len(shape)), seed, EVIDENCE_STREAM + 16 * 9, 8 * turn).abs_().sub_(0.5).tolist()
         places.append(tuple(min(size - 1, int(share * size)) for share, size in zip(where, shape, strict=False)))
     return [element_number(place, shape) for place in dict.fromkeys(places)]

@@ -221,7 +221,7 @@ def _space(name: str, tensor: Tensor, placement: Any, gradient: Any) -> Space:
 
 def _placement(name: str, placement: Any) -> Placement:
     if not isinstance(placement, (Shard, Replicate, Partial)):
-        raise TypeError(f"{name} needs a placement, Shard(dim), Replicate() or Partial(), got {placement!r}.")
+        raise TypeError(f"{name} needs a placement (Shard(dim), Replicate() or Partial()), got {placement!r}.")
     if isinstance(placement, Partial) and placement.reduce_op != "sum":
         raise NotImplementedError(f"{name} is {placement}: only partial tensors that are sums are supported.")
     return placement

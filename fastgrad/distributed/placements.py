@@ -89,7 +89,7 @@ def _listed(shapes: Sequence[torch.Size]) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Values of two ranks that should be the same."""
+    """An element whose values on `rank` and on rank 0 differ, but should be the same."""
 
     rank: int
     index: list[int]

@@ -205,7 +205,7 @@ def _guess_evaluations(problem: Problem, settings: Settings) -> int:
 
 
 def _aligning_calls(problem: Problem, settings: Settings, look: FirstLook) -> int:
-    """As `Budget.aligning_calls`."""
+    """Like `Budget.aligning_calls`."""
     costs = cost_model.COSTS
     if settings.engine != "compressed" and dense_seconds(problem, look.seconds) < costs.align_seconds:
         return 0

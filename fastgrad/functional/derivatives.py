@@ -341,7 +341,7 @@ def _check_dependence(outputs: Tensors, inputs: Tensors) -> None:
 
 
 Rows = Iterator[tuple[int, int, list[Tensor]]]
-"""Blocks of rows of a Jacobian: the number of the output, the element of the first row, and for each input a tensor of
+"""Blocks of rows of a Jacobian: the index of the output, the element of the first row, and for each input a tensor of
 shape (rows, elements)."""
 
 

@@ -87,7 +87,7 @@ def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) 
 
 
 def _step(problem: Problem) -> float:
-    """The step around which func should be straight: the default of checks, or a larger one in lower precision."""
+    """The step within which func should be nearly linear: that of checks, or a larger one for lower precision."""
     coarsest: float = max((spacing(block.tensor.dtype) for block in (*problem.inputs, *problem.outputs)), default=0.0)
     return min(LARGEST_STEP, max(Settings().eps, math.sqrt(coarsest)))
 
@@ -115,7 +115,10 @@ def _groups(problem: Problem, compression: Compression | None) -> Iterator[tuple
 
 
 def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool) -> tuple[Tensor, Tensor]:
-    """Derivatives and their errors, float64, shape (entries,); at a kink, an error is at least half of the gap."""
+    """Derivatives and their errors, float64, shape (entries,).
+
+    At a kink, the error is at least half of the difference between the one-sided derivatives.
+    """
     settings, eps = Settings(), _step(problem)
     # Without rtol, the smallest absolute error is the best.
     found = settled([measured(problem, columns, rows, record_graph, eps)], Tolerances(atol=settings.atol, rtol=0.0))

@@ -229,8 +229,8 @@ class LowerCheck:
             )
             return None
         note = (
-            f"found by differences in double precision: {reference.name} is wrong, so rounding is not the cause; the "
-            f"gradients in {', '.join(self._outcome.precision.dtypes)} were not compared"
+            f"found by differences in double precision: {reference.name} is already wrong there, so rounding is not "
+            f"the cause; the gradients in {', '.join(self._outcome.precision.dtypes)} were not compared"
         )
         return replace(report, settings=self._settings, precision=self._outcome.precision, notes=(*report.notes, note))
 

@@ -353,7 +353,7 @@ def _listed(names: Sequence[str]) -> str:
 def at(site: Site) -> str:
     """The place as text for a sentence."""
     where = f" at {site.source}" if site.source else ""
-    return where + (f" in {site.module}" if site.module else "")
+    return where + (f" in module {site.module}" if site.module else "")
 
 
 def _sites(detached: Sequence[DetachedPath]) -> tuple[Site, ...]:

@@ -189,7 +189,10 @@ def _whole(
         if explains and wrong is not None:
             between.explain(wrong)
         elif wrong is not None and _any_wrong(operations):
-            remarks.append("the gradient of the loss is wrong; check again when the operations are right")
+            remarks.append(
+                "the gradient of the loss is wrong, perhaps only because of these operations: correct them, and check "
+                "again"
+            )
     return whole.result(found), between
 
 

@@ -124,7 +124,7 @@ class LossDerivatives:
         return self.compared(min(found, key=lambda one: one.noise), self.gradients)
 
     def quickly_along(self, vectors: list[Tensor | None]) -> DirectionalComparison:
-        """As `along`, but from two or four evaluations if they agree with autograd."""
+        """Like `along`, but from two or four evaluations if they agree with autograd."""
         for step in self._steps():
             numerical, change = self._difference(vectors, step)
             made = DirectionalComparison(vectors, numerical, self._rounding(change, step), 0.0, 0.0, 0.0)

@@ -66,16 +66,18 @@ class HookWatch:
             if hasattr(hook, "is_watched"):  # a mode that intercepts torch's functions calls this function twice
                 return register(tensor, hook)
             site = self._places.site()
-            own = f"a tensor of {site.module or 'the model'}"
+            own = "a tensor of " + (f"module {site.module}" if site.module else "the model")
             return register(tensor, self._watch(hook, names.get(id(tensor), own), site))
 
         try:
             for owner, name in [*parameters, *modules]:
                 for table in torch_private.backward_hooks(owner):
                     kept.append((table, dict(table)))
-                    module = name if isinstance(owner, Module) else name.rpartition(".")[0]
+                    is_module = isinstance(owner, Module)
+                    site = Site(name if is_module else name.rpartition(".")[0], "")
+                    own = (f"module {name}" if is_module else name) if name else "the model"
                     for key, hook in list(table.items()):
-                        table[key] = self._watch(hook, name or "the model", Site(module, ""))
+                        table[key] = self._watch(hook, own, site)
             Tensor.register_hook = watched  # type: ignore[method-assign]
             yield
         finally:

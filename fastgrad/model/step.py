@@ -212,7 +212,7 @@ class _RandomStates(RandomState):
 
 
 class _InDouble(TorchFunctionMode):
-    """A mode that converts floating arguments of torch's functions (constants, targets, casts) to double precision."""
+    """A mode in which torch's functions get floating-point arguments in double precision, and casts give it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch."""

@@ -52,7 +52,7 @@ class SummedJvps:
         self.product = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
 
     def jvps_of(self, tangents: Tensor) -> Tensor:
-        """As `ForwardMode.jvps_of`."""
+        """Like `ForwardMode.jvps_of`."""
         products = self._problem.jvps_of(tangents)
         for tangent, product in zip(tangents, products, strict=True):
             self._count += 1
@@ -120,7 +120,7 @@ class ForwardMode(Evaluation):
     def jvps_of(self, directions: Tensor, undefined: Sequence[int] = ()) -> Tensor:
         """J u for directions u (float64, shape (count, n)) by forward-mode AD: float64, shape (count, m).
 
-        This takes one evaluation per direction. undefined: for each direction, the number of an input that gets no
+        This takes one evaluation per direction. undefined: for each direction, the index of an input that gets no
         tangent, or -1; empty: all inputs get one.
         """
         self._recorded = None

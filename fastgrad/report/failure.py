@@ -24,6 +24,7 @@ FailureKind = Literal[
     "nondeterministic",
     "nondeterministic func",
     "nonlinear",
+    "raises",
     "not multiplied by grad_output",
     "incorrect gradient",
     "undefined grad raises",

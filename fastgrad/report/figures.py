@@ -174,7 +174,7 @@ def figure(report: ReportData) -> Figure:
 
 def _matplotlib_figures() -> Any:
     try:
-        # Not pyplot, which keeps figures in memory and chooses a window system.
+        # Not pyplot, which keeps figures in memory and chooses a GUI backend.
         from matplotlib import figure as figures
     except ImportError:
         raise ImportError(f"{NO_FIGURES}.") from None

@@ -26,7 +26,8 @@ _NONDET_NOTE = (
 MAX_CAUSES = 3
 """Largest number of probable causes that are printed."""
 
-_POSITION_CAUSES = {"region", "slice", "boundary", "last tile", "triangle", "modes disagree", "both modes wrong"}
+_POSITION_CAUSES = {"region", "slice", "boundary", "last tile", "triangle"}
+_MODE_CAUSES = {"modes disagree", "both modes wrong"}
 _VALUE_CAUSES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
 
 BY_ROUNDING = ("beyond rounding", "biased", "not finite")
@@ -54,7 +55,7 @@ def summary(report: ReportData) -> str:
     if len(report.pairs) > MAX_PAIRS:
         rest = report.pairs[MAX_PAIRS:]
         lines.append(
-            f"             and {_count(len(rest), 'more pair')}, largest absolute error "
+            f"             and {count(len(rest), 'more pair')}, largest absolute error "
             f"{max(pair.largest_absolute for pair in rest):.2g}"
         )
     lines += [f"  certified  {certificate.claim}: {bound_text(certificate)}" for certificate in report.certificates]
@@ -69,9 +70,9 @@ def short(report: ReportData) -> str:
     """A report on one line, in angle brackets."""
     verdict = report.verdict if report.failure is None else f"{report.verdict} ({report.failure.kind})"
     parts = [f"{report.m} x {report.n}", report.plan.engine if report.plan else "no engine"]
-    parts += [_count(report.evaluations, "evaluation"), _count(report.vjps, "VJP")]
+    parts += [count(report.evaluations, "evaluation"), count(report.vjps, "VJP")]
     if report.jvps:
-        parts.append(_count(report.jvps, "JVP"))
+        parts.append(count(report.jvps, "JVP"))
     return f"<Report: {', '.join([verdict, *parts])}>"
 
 
@@ -117,7 +118,7 @@ def verdict_line(report: ReportData) -> str:
     if report.precision is not None:
         return f"{name} passed: {rounding_text.passed(report.precision)}"
     entries = sum(pair.entries for pair in report.pairs)
-    return f"{name} passed" + (f": {_count(entries, 'entry')} compared" if entries else "")
+    return f"{name} passed" + (f": {count(entries, 'entry')} compared" if entries else "")
 
 
 def _pair_line(report: ReportData, pair: Pair) -> str:
@@ -233,8 +234,9 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     kind = f" ({details})" if details else ""
     verdict = f"is wrong in {_wrong(comparison)}"
     if failure.numerical_issue == "not converged":
+        noun = "gradient" if failure.mode == "reverse" else "derivative"
         what = "numerical gradient of" if failure.mode == "reverse" else "numerical derivative with respect to"
-        verdict = f"does not converge; it differs from the analytical derivative in {_extent(comparison)}"
+        verdict = f"does not converge; it differs from the analytical {noun} in {_extent(comparison)}"
     return _with_cause(report, f"{_function(report)}: {what} {input_}{kind}{through} {verdict}")
 
 
@@ -257,6 +259,7 @@ _HEADLINES: dict[FailureKind, str] = {
     "nondeterministic": "two runs of {derivative} with the same {vector} differ",
     "nondeterministic func": "func gives different values for the same inputs",
     "nonlinear": "{derivative} is not linear",
+    "raises": "{derivative} raises for some {vector}s, but not for all",
     "not multiplied by grad_output": "the gradient of {input} is not zero for a zero grad_output",
     "incorrect gradient": "gradient of {input}: {detail}",
     "undefined grad raises": "backward raises for an undefined grad_output",
@@ -275,7 +278,7 @@ _HEADLINES: dict[FailureKind, str] = {
 def _headline(report: ReportData, failure: Failure) -> str:
     """The first line of a failure without compared entries: function, failure, and the cause if almost certain."""
     function, cause = _function(report), _sure_cause(report)
-    if cause and failure.kind in ("nonlinear", "nondeterministic"):
+    if cause and failure.kind in ("nonlinear", "raises", "nondeterministic"):
         return f"{function}: {cause}"  # the cause is more specific than the texts above
     output, input_ = names_of(report, failure)
     derivative, vector = ("the jvp", "tangent") if failure.mode == "forward" else ("backward", "grad_output")
@@ -356,24 +359,25 @@ def engine_line(report: ReportData) -> str:
     name = report.plan.engine if report.plan else "none"
     groups = ""
     if report.plan and report.plan.column_groups is not None:
-        groups = f"{_count(report.plan.column_groups, 'column group')}, "
+        groups = f"{count(report.plan.column_groups, 'column group')}, "
         if report.plan.row_groups is not None:
-            groups += f"{_count(report.plan.row_groups, 'row group')}, "
+            groups += f"{count(report.plan.row_groups, 'row group')}, "
     return (
-        f"{name}: {groups}{_count(report.n, 'input coordinate')}, {_count(report.m, 'output coordinate')}, "
-        f"{_count(report.evaluations, 'evaluation')}, {_count(report.vjps, 'VJP')}, "
-        f"{_count(report.jvps, 'JVP') + ', ' if report.jvps else ''}{seconds_text(report.seconds)}"
+        f"{name}: {groups}{count(report.n, 'input coordinate')}, {count(report.m, 'output coordinate')}, "
+        f"{count(report.evaluations, 'evaluation')}, {count(report.vjps, 'VJP')}, "
+        f"{count(report.jvps, 'JVP') + ', ' if report.jvps else ''}{seconds_text(report.seconds)}"
     )
 
 
 _PHRASES: dict[FailureKind, str] = {
     "mismatch": "{part}Jacobian {mode}mismatch for {output} with respect to {input}:",
     "nonzero numerical gradient": "Numerical gradient for function expected to be zero, because no output requires "
-    "grad. But for {output} with respect to {input} it is {detail}.",
+    "grad, but it is {detail} for {output} with respect to {input}.",
     "dtype": "Gradient has dtype mismatch: a gradient of {output} does not have the dtype of its input.",
     "size": "Analytical gradient has incorrect size for {output}.",
     "nondeterministic func": "func is not deterministic: {detail}.",
     "nonlinear": "{derivative} is not linear in {vector}: {detail}.",
+    "raises": "{derivative} raises for some values of {vector}, but not for all: {detail}.",
     "not multiplied by grad_output": "backward not multiplied by grad_output: with a zero grad_output the gradient of "
     "{input} is not zero.",
     "incorrect gradient": "{detail} for {input}.",
@@ -508,16 +512,16 @@ def _extent(comparison: Comparison) -> str:
 
 
 def _entries(comparison: Comparison | Pair) -> str:
-    return _count(comparison.entries, "nonzero entry" if comparison.on_pattern else "entry")
+    return count(comparison.entries, "nonzero entry" if comparison.on_pattern else "entry")
 
 
 def _causes(report: ReportData) -> list[str]:
-    """The most probable causes. If the first is about positions, a cause about values is added with "and there"."""
+    """The most probable causes. A cause about values is added to one about positions or modes, not an alternative."""
     lines: list[str] = []
     for cause in report.causes[:MAX_CAUSES]:
         head = "probably" if not lines else "or"
-        if lines and report.causes[0].name in _POSITION_CAUSES and cause.name in _VALUE_CAUSES:
-            head = "and there"
+        if lines and cause.name in _VALUE_CAUSES and report.causes[0].name in _POSITION_CAUSES | _MODE_CAUSES:
+            head = "and there" if report.causes[0].name in _POSITION_CAUSES else "and"
         lines.append(f"  {head} {cause.text} ({cause.measure})")
     return lines
 
@@ -539,7 +543,8 @@ def _positions(report: ReportData, failure: Failure) -> list[str]:
     return [f"  where      {'; '.join(places)} (tensors that do not require grad are not counted)"] if places else []
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """A number with its noun, in the singular or the plural."""
     plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
     return f"{number} {noun if number == 1 else plural}"
 

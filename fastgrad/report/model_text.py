@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastgrad.report.messages import seconds_text
+from fastgrad.report.messages import count, seconds_text
 from fastgrad.report.model_data import EndToEnd, Finding, ModelReportData, Operation, Site
 
 MAX_ROWS = 12
@@ -18,11 +18,10 @@ def headline(report: ModelReportData) -> str:
         first = report.findings[0]
         name = first.operator if first.kind == "operation" else first.kind
         return f"check_model failed: {name}{f' in{place(first.sites[0])}' if first.sites else ''}"
-    count = len(report.operations)
     omitted = sum(one.verdict == "not checked" for one in report.operations)
     not_checked = f", {omitted} of them not checked" if omitted else ""
-    operations = f"{count} distinct operation{'' if count == 1 else 's'}{not_checked}"
-    return f"check_model {report.verdict}: {operations}, no error found"
+    operations = count(len(report.operations), "distinct operation")
+    return f"check_model {report.verdict}: {operations}{not_checked}, no error found"
 
 
 def summary(report: ModelReportData) -> str:
@@ -48,7 +47,9 @@ def summary(report: ModelReportData) -> str:
 def short(report: ModelReportData) -> str:
     """A report on one line, in angle brackets."""
     found = ", ".join(one.operator or one.kind for one in report.findings[:3])
-    return f"<ModelReport: {report.verdict}{f' ({found})' if found else ''}, {len(report.operations)} operations>"
+    return (
+        f"<ModelReport: {report.verdict}{f' ({found})' if found else ''}, {count(len(report.operations), 'operation')}>"
+    )
 
 
 def finding_lines(number: int, finding: Finding) -> list[str]:
@@ -64,7 +65,7 @@ def finding_lines(number: int, finding: Finding) -> list[str]:
 
 def place(site: Site) -> str:
     """A module and, if known, a line; begins with a space."""
-    return f" {site.module or 'the model'}" + (f", {site.source}" if site.source else "")
+    return (f" module {site.module}" if site.module else " the model") + (f", {site.source}" if site.source else "")
 
 
 def end_to_end_line(whole: EndToEnd) -> str:

@@ -121,7 +121,7 @@ class PartitionedProblem(Problem):
 
     @phase("numerical columns")
     def difference_columns(self, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
-        """As `Problem.difference_columns`."""
+        """Like `Problem.difference_columns`."""
         if not self._divides(count):
             return super().difference_columns(first, count, eps, record_graph)
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
@@ -132,7 +132,7 @@ class PartitionedProblem(Problem):
     def difference_groups(
         self, groups: native.Groups, rows: Tensor, columns: Tensor, eps: float, record_graph: bool
     ) -> Tensor:
-        """As `Problem.difference_groups`."""
+        """Like `Problem.difference_groups`."""
         count = groups.starts.numel() - 1
         if not self._divides(count):
             return super().difference_groups(groups, rows, columns, eps, record_graph)
@@ -144,7 +144,7 @@ class PartitionedProblem(Problem):
 
     @phase("analytical columns")
     def tangent_columns(self, first: int, count: int) -> tuple[Tensor, bool]:
-        """As `Problem.tangent_columns`."""
+        """Like `Problem.tangent_columns`."""
         before = self.jvps
         if self._divides(count):
             columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)

@@ -103,8 +103,8 @@ class Patch(AbstractContextManager[list[Check]]):
         kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
         if any(is_kind(function) for is_kind in kinds):
             raise TypeError(
-                "fastgrad.patch() cannot decorate an async or generator function, whose body runs after the call has "
-                f"returned, got {function!r}: use it in a with statement inside of the function."
+                "fastgrad.patch() cannot decorate an async or generator function, because its body runs after the "
+                f"call has returned; use it in a with statement inside the function. Got {function!r}."
             )
 
         @functools.wraps(function)
@@ -164,7 +164,7 @@ def patch(*, compare: bool = False) -> Patch:
 
 @contextmanager
 def estimate() -> Iterator[list[float]]:
-    """As `patch`, but checks are not run: they return True after a few calls of func.
+    """Like `patch`, but checks are not run: they return True after a few calls of func.
 
     Yields
     ------

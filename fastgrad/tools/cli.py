@@ -199,7 +199,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _checked_by_ranks(options: argparse.Namespace) -> int:
-    """As `_checked`, in each process of torchrun; rank 0 prints the result."""
+    """Like `_checked`, in each process of torchrun; rank 0 prints the result."""
     import torch.distributed as dist
 
     if not dist.is_torchelastic_launched():

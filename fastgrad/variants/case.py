@@ -148,8 +148,8 @@ def _is_finite(func: Callable[..., Any], inputs: list[Any]) -> bool:
 class Case:
     """The arguments of `fastgrad.check` for a variant.
 
-    may_raise: a phrase of an exception that backward may rightly raise. smooth: a function and inputs that have a
-    derivative if func has one at the original point; None: func and inputs.
+    may_raise: a phrase of an exception that backward may rightly raise. smooth: the function
+    and inputs for which the existence of the derivative is tested; None: func and inputs.
     """
 
     func: Callable[..., Any]

@@ -69,7 +69,7 @@ def _conjugated(x: Tensor) -> Tensor:
 
 
 def _negated(subject: Subject, chosen: set[int]) -> Case:
-    """Tensors whose neg bit is set, as torch makes for the imaginary part of a lazily conjugated tensor."""
+    """Tensors whose neg bit is set, like the imaginary part of a lazily conjugated tensor."""
     real = {i for i in chosen if subject.inputs[i].is_floating_point()}
     if not real:
         raise NotApplicableError("no input is real")

@@ -112,7 +112,7 @@ class AnalyticalCertificate:
         return self._compared(self._calls.rows if self._calls is not None else {})
 
     def compare_more_rows(self) -> Failure | Incomplete:
-        """As `compare_rows`, for further rows (in a small problem, most or all), after everything else agreed."""
+        """Like `compare_rows`, for further rows (in a small problem, most or all), after everything else agreed."""
         if self._calls is None or self._compression.leaves_out:
             return incomplete([])
         return self._compared(self._calls.run_more_rows())

@@ -134,9 +134,9 @@ class BatchedDifference:
     Attributes
     ----------
     output
-        The number of the output whose VJPs were run, or whose tangent differs; None: the vectorized JVP raises.
+        The index of the output whose VJPs were run, or whose tangent differs; None: the vectorized JVP raises.
     input
-        The number of the input whose JVPs were run, or whose gradient differs; None: the vectorized VJP raises.
+        The index of the input whose JVPs were run, or whose gradient differs; None: the vectorized VJP raises.
     cause
         The exception of the vectorized VJP or JVP.
     detail

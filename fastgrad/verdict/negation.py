@@ -81,7 +81,7 @@ def _element_failure(
     component: int,
     products: Callable[[Tensor], Tensor],
 ) -> Failure | None:
-    """The failure if a component of the product of a one-hot vector is not negated with the vector."""
+    """The failure if negating a one-hot vector does not negate a component of its VJP or JVP."""
     one_hot = torch.zeros(problem.n if mode == "forward" else problem.m, dtype=torch.float64, device=problem.device)
     one_hot[element] = 1.0
     plus, minus = (products(factors)[component].item() for factors in (one_hot, -one_hot))

@@ -128,7 +128,7 @@ def incomplete(
 
 
 def numerical_certificate(directions: int, watched: bool, bound: float) -> Certificate:
-    """The certificate of this many directions; watched: whether outputs were also compared bit by bit."""
+    """The certificate from random directions; watched: whether outputs were also compared bit by bit."""
     method = f"{directions} random directions" + watched * ", and bit by bit"
     method += ": the derivatives along them against the sums of entries"
     return Certificate("the numerical entries outside the sparsity pattern are zero", method, bound)
@@ -468,7 +468,7 @@ class NumericalCertificate:
     def _differences_along(
         self, step: float, count: int, extrapolated: int, first: int = 0, excluded: _Excluded | None = None
     ) -> Differences:
-        """As `directional_differences`, without the excluded outputs and columns.
+        """Like `directional_differences`, without the excluded outputs and columns.
 
         step: in units of eps. first: number of the first direction. Each number is the same direction at all steps.
         """

@@ -188,7 +188,7 @@ class RepeatedCalls:
             self._rounding = max(self._rounding, _largest_difference(again, known))
 
     def see_all(self, jacobian: Tensor) -> None:
-        """As `see`, for all rows of the Jacobian: float64, shape (m, n)."""
+        """Like `see`, for all rows of the Jacobian: float64, shape (m, n)."""
         for row, known in self.rows.items():
             if not gradients_agree(self._problem.inputs, self._settings, jacobian[row : row + 1], known[None], True):
                 self._moved = block_with(self._problem.outputs, row)

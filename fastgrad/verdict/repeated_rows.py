@@ -115,13 +115,13 @@ def nondeterministic(output: Block) -> Failure:
 
 def raised_for(vector: str, error: Exception, mode: Mode = "reverse") -> Failure:
     """The failure of a VJP, or a JVP in forward mode, that raises for some vector, but not for all."""
-    return Failure("nonlinear", mode=mode, detail=f"it raised {type(error).__name__} for {vector}", cause=error)
+    return Failure("raises", mode=mode, detail=f"{type(error).__name__} for {vector}", cause=error)
 
 
 def nonlinear_sum(
     mode: Mode, block: Block, at: int, when: str, addends: str, own: float, total: float, allowed: float | None = None
 ) -> Failure:
-    """As `nonlinear_component`, for a component that is not the sum of other gradients or tangents."""
+    """Like `nonlinear_component`, for a component that is not the sum of other gradients or tangents."""
     own, total = own + 0.0, total + 0.0  # -0 is written as 0
     but = f"{addends} add up to {total:.6g}"
     but += "" if allowed is None else f" (allowed difference {allowed:.2g})"

@@ -144,7 +144,7 @@ def repeated_tangents_failure(
 ) -> Failure | None:
     """The failure if JVPs, run again, differ from earlier ones by more than the tolerances of entries.
 
-    directions: tangents of the inputs, float64, shape (count, n). undefined: for each JVP, the number of the input
+    directions: tangents of the inputs, float64, shape (count, n). undefined: for each JVP, the index of the input
     whose tangent was undefined, or -1. products: earlier tangents of the outputs, shape (count, m).
     """
     again = problem.jvps_of(directions, undefined)

@@ -187,7 +187,7 @@ def by_graph(name: str, is_wrong: Callable[[int, int], bool]) -> Case:
 
 
 def by_zeros(share: float) -> Case:
-    """Wrong if more than a share of grad_output is zero."""
+    """Wrong if more than the given share of grad_output's elements are zero."""
 
     def backward(grad: Tensor, x: Tensor) -> Tensor:
         return grad * x.cos() * (1.5 if (grad == 0).double().mean() > share else 1.0)
@@ -310,7 +310,7 @@ def test_many_entries_that_no_search_explains_end_in_the_dense_engine() -> None:
 
 
 class WrongOnce(Function):
-    """The softmax of rows, whose backward adds a tenth to the gradient in one call: the one of number `wrong`."""
+    """The softmax of rows, whose backward adds 0.1 to the gradient in call number `wrong`."""
 
     calls = wrong = 0
 

@@ -1,4 +1,4 @@
-"""Dense rows and columns next to a sparse Jacobian are certified if single calls take long; wrong entries are named."""
+"""Dense rows and columns next to a sparse Jacobian are certified where one call each would take too long."""
 
 from __future__ import annotations
 

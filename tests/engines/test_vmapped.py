@@ -1,4 +1,4 @@
-"""Vmapped batches give the columns of the loop up to rounding, are refused if they do not, and decide no verdict."""
+"""Batches under vmap give the columns of a loop up to rounding, or are rejected; they never change a verdict."""
 
 from __future__ import annotations
 

@@ -653,7 +653,7 @@ def test_numerical_results_where_differences_are_poor() -> None:
     x = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64)
     found, error = functional.jacobian(torch.relu, x, numerical=True, return_error=True)
     assert found.diag().tolist() == pytest.approx([0.5, 1.0, 0.0])
-    assert error[0, 0] == pytest.approx(0.5)  # left 0, right 1
+    assert error[0, 0] == pytest.approx(0.5)  # the one-sided derivatives are 0 and 1
     assert error[1:].max() < 1e-10
     single = normal(4, dtype=torch.float32)
     found, error = functional.jacobian(torch.sin, single, numerical=True, return_error=True)

@@ -330,7 +330,7 @@ def test_a_function_that_a_module_of_torch_calls_is_not_by_design(activation: Re
 def test_the_report_as_text_data_and_page() -> None:
     report = checked(WRONG["perceptron: missing factor"])
     text, found = str(report), json.loads(report.to_json())
-    assert text.startswith("check_model failed: Planted in slot, planted/networks.py:")
+    assert text.startswith("check_model failed: Planted in module slot, planted/networks.py:")
     assert found["verdict"] == "failed"
     assert found["findings"][0]["sites"][0]["module"] == "slot"
     assert "<h2>Operations by cost</h2>" in report.to_html()
@@ -543,7 +543,7 @@ def test_a_kink_of_the_loss_is_named(name: str) -> None:
     report = check_model(model, x, squared)
     assert report.verdict == "undecided", str(report)
     assert report.undecided[0].startswith("the loss has a kink at the parameters (probably that of aten.")
-    assert " in 1" in report.undecided[0] or " in 2" in report.undecided[0]
+    assert " in module 1" in report.undecided[0] or " in module 2" in report.undecided[0]
     assert report.end_to_end.verdict == "right"
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 

@@ -80,7 +80,7 @@ def _batch_loss_grads(average: bool) -> Function:
 
 
 def _swish_grad(second: float) -> Function:
-    """Swish with a custom double backward; one term (grad_output times x) is multiplied by `second`."""
+    """Swish with a custom double backward, whose gradient with respect to x is multiplied by `second`."""
 
     def derivative(x: Tensor) -> Tensor:
         s = x.sigmoid()

@@ -349,7 +349,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "probably func computes in float32 and returns double precision: the values of the output are exactly "
         "representable in float32",
     ),
-    "modes disagree": ("probably reverse mode gives the right value of the worst entry, so only jvp is wrong",),
+    "modes disagree": ("probably reverse mode gives the right value of the worst entry, so only the jvp is wrong",),
     "both modes wrong": (
         "probably forward and reverse mode agree with each other but not with func: a formula that both use is "
         "wrong, or func does not compute what the formula assumes",

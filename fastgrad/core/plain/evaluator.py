@@ -459,7 +459,7 @@ class Evaluator:
     ) -> tuple[Any, ...]:
         """Arguments with tangents; tangents: the tensors of the last call, by input, which are reused.
 
-        Adds to `given` the number of the input, the tangent that func gets, and a copy of it.
+        Adds to `given` the index of the input, the tangent that func gets, and a copy of it.
         """
         duals = {}
         for b, block in enumerate(self._blocks):

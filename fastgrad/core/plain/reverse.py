@@ -160,7 +160,7 @@ class UnrecordedBackward:
         given, grad_outputs = arguments[: self._count], arguments[self._count :]
         checked = [given[i] for i in self._inputs]
         for value in (*checked, *(grad_outputs[i] for i in self._grad_outputs)):
-            if not value.requires_grad:  # function modes see the next call and its result, which is the argument
+            if not value.requires_grad:  # no needless call: a TorchFunctionMode would see it
                 value.requires_grad_()
         with torch.set_grad_enabled(self._record):
             is_kept = self._reuses is not False and self._is_kept_at(checked)
