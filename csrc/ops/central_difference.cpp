@@ -65,7 +65,7 @@ void central_difference_composite(
 }
 
 void central_difference_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, double, double) {
-}  // sizes may be symbolic here
+}  // no checks: sizes may be symbolic
 
 }  // namespace
 

@@ -84,7 +84,7 @@ void decompress_composite(
 
 void decompress_meta(
     const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&) {
-}  // sizes may be symbolic here
+}  // no checks: sizes may be symbolic
 
 }  // namespace
 

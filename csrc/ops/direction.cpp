@@ -65,7 +65,7 @@ void direction_composite(const at::Tensor& out, int64_t seed, int64_t stream, in
   out.copy_(values);
 }
 
-void direction_meta(const at::Tensor&, int64_t, int64_t, int64_t, bool) {}  // sizes may be symbolic here
+void direction_meta(const at::Tensor&, int64_t, int64_t, int64_t, bool) {}  // no checks: sizes may be symbolic
 
 }  // namespace
 

@@ -62,7 +62,8 @@ void displace_composite(const at::Tensor& x, const at::Tensor& origin, const at:
   x.copy_(x.is_complex() ? at::view_as_complex(moved.reshape({-1, 2})).reshape(x.sizes()) : moved.reshape(x.sizes()));
 }
 
-void displace_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, double) {}  // sizes may be symbolic here
+void displace_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, double) {
+}  // no checks: sizes may be symbolic
 
 }  // namespace
 

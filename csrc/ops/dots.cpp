@@ -4,7 +4,6 @@
 #include "../kernels/products.h"
 #include "common.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/abs.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
@@ -93,11 +92,6 @@ at::Tensor dots_meta(const at::Tensor& rows, const at::Tensor&) {
 }
 
 }  // namespace
-
-at::Tensor dots(const at::Tensor& rows, const at::Tensor& vector) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fastgrad::dots", "").typed<decltype(dots)>();
-  return op.call(rows, vector);
-}
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("dots", &dots_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("dots", &dots_meta); }

@@ -5,13 +5,11 @@
 
 namespace fastgrad {
 
-// For each row r: (sum_j rows[r, j] vector[j], sum_j |rows[r, j] vector[j]|). If vector[j] is zero, so is
-// the term, even if the row is not finite there. The order of the sums does not depend on the number of
-// threads.
-// rows: float64, shape (count, size), contiguous. vector: float64, shape (size,), contiguous.
+// fastgrad::dots(rows, vector). For each row r: (sum_j rows[r, j] vector[j], sum_j |rows[r, j] vector[j]|). If
+// vector[j] is zero, so is the term, even if the row is not finite there. The order of the sums does not depend on the
+// number of threads. rows: float64, shape (count, size), contiguous. vector: float64, shape (size,), contiguous.
 // Returns float64, shape (count, 2).
-at::Tensor dots(const at::Tensor& rows, const at::Tensor& vector);
-
+//
 // Argument checks shared by all kernels except Meta.
 void check_dots(const at::Tensor& rows, const at::Tensor& vector);
 

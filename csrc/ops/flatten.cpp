@@ -41,7 +41,7 @@ void flatten_composite(const at::Tensor& out, const at::Tensor& tensor) {
   out.copy_(real_coordinates(tensor));
 }
 
-void flatten_meta(const at::Tensor&, const at::Tensor&) {}  // sizes may be symbolic here
+void flatten_meta(const at::Tensor&, const at::Tensor&) {}  // no checks: sizes may be symbolic
 
 }  // namespace
 

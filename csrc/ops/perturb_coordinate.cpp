@@ -76,7 +76,7 @@ void perturb_coordinate_composite(
 
 void perturb_coordinate_meta(
     const at::Tensor&, const at::Tensor&, int64_t, int64_t, double, double, std::optional<int64_t>) {
-}  // sizes may be symbolic here
+}  // no checks: sizes may be symbolic
 
 }  // namespace
 

@@ -101,7 +101,7 @@ void perturb_coordinates_composite(
 
 void perturb_coordinates_meta(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, double, double,
-    const std::optional<at::Tensor>&) {}  // sizes may be symbolic here
+    const std::optional<at::Tensor>&) {}  // no checks: sizes may be symbolic
 
 }  // namespace
 

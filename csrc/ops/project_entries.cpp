@@ -5,7 +5,6 @@
 #include "../kernels/sparse.h"
 #include "common.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/TensorOperators.h>
 #include <torch/library.h>
@@ -92,18 +91,9 @@ void project_entries_composite(
 
 void project_entries_meta(
     const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-    const at::Tensor&) {}  // sizes may be symbolic here
+    const at::Tensor&) {}  // no checks: sizes may be symbolic
 
 }  // namespace
-
-void project_entries_(
-    const at::Tensor& sums, const std::optional<at::Tensor>& squares, const at::Tensor& vector,
-    const at::Tensor& sources, const at::Tensor& targets, const at::Tensor& entries) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fastgrad::project_entries_", "")
-                             .typed<decltype(project_entries_)>();
-  op.call(sums, squares, vector, sources, targets, entries);
-}
 
 TORCH_LIBRARY_IMPL(fastgrad, CPU, library) { library.impl("project_entries_", &project_entries_cpu); }
 TORCH_LIBRARY_IMPL(fastgrad, Meta, library) { library.impl("project_entries_", &project_entries_meta); }

@@ -86,7 +86,7 @@ void project_rows_composite(
 
 void project_rows_meta(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t) {
-}  // sizes may be symbolic here
+}  // no checks: sizes may be symbolic
 
 }  // namespace
 

@@ -86,7 +86,7 @@ void realize_composite(
 }
 
 void realize_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t, double, double) {
-}  // sizes may be symbolic here
+}  // no checks: sizes may be symbolic
 
 }  // namespace
 

@@ -84,7 +84,7 @@ void richardson_composite(
 
 void richardson_meta(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-    const at::Tensor&, double, double) {}  // nothing to compute; no argument checks: sizes may be symbolic
+    const at::Tensor&, double, double) {}  // no checks: sizes may be symbolic
 
 }  // namespace
 

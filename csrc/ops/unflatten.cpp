@@ -50,7 +50,7 @@ void unflatten_cpu(const at::Tensor& tensor, const at::Tensor& coordinates) {
   });
 }
 
-void unflatten_meta(const at::Tensor&, const at::Tensor&) {}  // sizes may be symbolic here
+void unflatten_meta(const at::Tensor&, const at::Tensor&) {}  // no checks: sizes may be symbolic
 
 }  // namespace
 
