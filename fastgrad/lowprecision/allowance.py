@@ -56,27 +56,18 @@ class Spread:
 
     Attributes
     ----------
-    products
-        The larger of two root mean squares: in perturbed arithmetic with the given inputs, and with perturbed inputs.
-        Shape (count, n).
     rounded
         The difference in arithmetic that rounds every result. Shape (count, n).
-    values, rounded_values
+    products
+        The largest of three: `rounded` where it is finite, and two root mean squares, in perturbed arithmetic with the
+        given inputs, and with perturbed inputs. Shape (count, n).
+    values
         The same for the outputs, shape (m,).
     """
 
-    products: Tensor
     rounded: Tensor
+    products: Tensor
     values: Tensor
-    rounded_values: Tensor
-
-    def both(self) -> Tensor:
-        """The larger of both scales per entry, without `rounded` where it is not finite: shape (count, n)."""
-        return torch.maximum(self.products, self.rounded.nan_to_num(nan=0.0, posinf=0.0))
-
-    def both_values(self) -> Tensor:
-        """The same for the outputs: shape (m,)."""
-        return torch.maximum(self.values, self.rounded_values.nan_to_num(nan=0.0, posinf=0.0))
 
 
 def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype) -> Spread:
@@ -84,12 +75,12 @@ def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torc
     plain = _mean_square(products, cotangents, exact, dtype, "nothing", DRAWS, _SEED)
     moved = _mean_square(products, cotangents, exact, dtype, "each", DRAWS, _SEED)
     values, gradients = products.draw(Arithmetic(dtype, None), cotangents, "nothing")
-    return Spread(
-        torch.maximum(plain[1], moved[1]),
-        products.inputs.moduli(gradients - exact),
-        torch.maximum(plain[0], moved[0]),
-        products.outputs.moduli(values - products.values),
+    rounded = products.outputs.moduli(values - products.values), products.inputs.moduli(gradients - exact)
+    of_values, of_products = (
+        torch.maximum(torch.maximum(first, second), third.nan_to_num(nan=0.0, posinf=0.0))
+        for first, second, third in zip(plain, moved, rounded, strict=True)
     )
+    return Spread(rounded[1], of_products, of_values)
 
 
 def second_spread(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
