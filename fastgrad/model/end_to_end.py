@@ -184,7 +184,7 @@ class LossDerivatives:
     def moves(self, which: Sequence[int]) -> bool:
         """Whether the loss depends on some parameters, for a small or a large step."""
         vectors = self.only(which)
-        for step in (math.sqrt(STEPS.get(self.dtype, STEPS[torch.float32])), LARGE_MOVE):
+        for step in (math.sqrt(self._steps()[0]), LARGE_MOVE):
             change, size = self._change(vectors, step)
             if change <= DEPENDS * torch.finfo(self.dtype).eps * size:
                 continue

@@ -292,7 +292,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         """The call of an operation; if it is the first of its kind, with copies of its arguments."""
         found: list[tuple[str, Tensor]] = []
         rebuild = flatten(arguments, "", lambda tensor: True, found)
-        plain = arguments if rebuild is None else rebuild(iter([_Placeholder()] * len(found)))
+        plain = arguments if rebuild is None else rebuild(iter([Tensor] * len(found)))
         layouts = tuple(
             (tuple(one.shape), one.stride() if one.layout is torch.strided else (), one.dtype, one.requires_grad)
             for _, one in found
@@ -345,13 +345,6 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         return self.saved.pack(tensor)
 
 
-class _Placeholder:
-    """Stands for a tensor in the key of an operation."""
-
-    def __repr__(self) -> str:
-        return "tensor"
-
-
 _ONLY_SHAPES = frozenset({"sym_size", "sym_stride", "sym_numel", "empty_like", "zeros_like", "ones_like", "new_zeros"})
 """Operators that take no values from their input."""
 
@@ -378,10 +371,7 @@ def padding_row(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int | None:
 
 def _argument(func: Any, args: Any, kwargs: Mapping[str, Any], name: str) -> Any:
     """The value of an operator's argument; None if it has no such argument."""
-    for number, one in enumerate(func._schema.arguments):
-        if one.name == name:
-            return args[number] if number < len(args) else kwargs.get(name, one.default_value)
-    return None
+    return next((value for one, value in _bound(func, args, kwargs) if one.name == name), None)
 
 
 def _is_detach(func: Any) -> bool:
@@ -390,6 +380,12 @@ def _is_detach(func: Any) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes to."""
-    schema = func._schema.arguments
-    values = [*zip(schema, args, strict=False), *((one, kwargs.get(one.name)) for one in schema[len(args) :])]
-    return [value for argument, value in values if argument.alias_info is not None and argument.alias_info.is_write]
+    return [
+        value for one, value in _bound(func, args, kwargs) if one.alias_info is not None and one.alias_info.is_write
+    ]
+
+
+def _bound(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields each argument in an operator's schema with its value."""
+    for number, one in enumerate(func._schema.arguments):
+        yield one, args[number] if number < len(args) else kwargs.get(one.name, one.default_value)
