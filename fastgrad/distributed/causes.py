@@ -156,7 +156,7 @@ def _same(left: Any, right: Tensor) -> bool:
 
 def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float) -> list[_Sampled]:
     """The gradients of an input on all ranks, with differences."""
-    graph = session.call(inputs, True).graph
+    graph = session.call(inputs, True)
     outputs = list(zip(graph.outputs, graph.output_like, strict=True))
     cotangents = [_random_like(whole_of(like, space.placement), number) for number, (space, like) in enumerate(outputs)]
     held = session.backward(graph, cotangents, False).parts[which]
