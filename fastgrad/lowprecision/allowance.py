@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,8 +73,10 @@ class Spread:
 
 def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype) -> Spread:
     """Measures the effect of rounding by 2 `DRAWS` + 1 runs of the reference."""
-    plain = _mean_square(products, cotangents, exact, dtype, "nothing", DRAWS, _SEED)
-    moved = _mean_square(products, cotangents, exact, dtype, "each", DRAWS, _SEED)
+    plain, moved = (
+        _mean_square(products, cotangents, exact, inputs, [Arithmetic(dtype, _SEED + i) for i in range(DRAWS)])
+        for inputs in ("nothing", "each")
+    )
     values, gradients = products.draw(Arithmetic(dtype, None), cotangents, "nothing")
     rounded = products.outputs.moduli(values - products.values), products.inputs.moduli(gradients - exact)
     of_values, of_products = (
@@ -85,26 +88,17 @@ def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torc
 
 def second_spread(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Scales of outputs and VJPs in a second look: shapes (m,) and (count, n)."""
-    return _mean_square(
-        *(products, cotangents, exact, dtype, "relative to the largest", SECOND_DRAWS, _SECOND_SEED),
-        decomposes=True,
-    )
+    draws = [Arithmetic(dtype, _SECOND_SEED + i, decomposes=True) for i in range(SECOND_DRAWS)]
+    return _mean_square(products, cotangents, exact, "relative to the largest", draws)
 
 
 def _mean_square(
-    products: Products,
-    cotangents: Tensor,
-    exact: Tensor,
-    dtype: torch.dtype,
-    inputs: Perturbed,
-    draws: int,
-    seed: int,
-    decomposes: bool = False,
+    products: Products, cotangents: Tensor, exact: Tensor, inputs: Perturbed, draws: Sequence[Arithmetic]
 ) -> tuple[Tensor, Tensor]:
     """Root mean squares of the moduli of differences: of outputs, shape (m,), and of VJPs, shape (count, n)."""
     of_values, of_products = _MeanSquare(products.values), _MeanSquare(exact)
-    for number in range(draws):
-        values, gradients = products.draw(Arithmetic(dtype, seed + number, decomposes), cotangents, inputs)
+    for arithmetic in draws:
+        values, gradients = products.draw(arithmetic, cotangents, inputs)
         of_values.add(products.outputs.moduli(values - products.values))
         of_products.add(products.inputs.moduli(gradients - exact))
     return of_values.root(), of_products.root()
