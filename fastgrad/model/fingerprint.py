@@ -68,7 +68,8 @@ def _mixed(words: Tensor, first: Tensor, second: Tensor) -> Tensor:
     Without this, a change of the uppermost bit would have the same effect at each word, and two would cancel.
     """
     products = words * first
-    products ^= products >> 32
+    halves = products.view(torch.int32)  # the lower half of each word comes first
+    halves[..., ::2] ^= halves[..., 1::2]
     return products.mul_(second)
 
 
