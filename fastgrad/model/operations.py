@@ -237,9 +237,7 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
     fixed = {i: ~leaf.detach().isfinite() for i, leaf in leaves.items()}
     fixed = {i: mask for i, mask in fixed.items() if bool(mask.any())}
     unbounded: dict[int, Tensor | None] = {}
-    padding = None
-    if not call.is_custom and call.rebuild is not None:
-        padding = padding_row(call.target, *call.rebuild(iter(values)))
+    padding = None if call.is_custom else padding_row(call.target, *call.rebuild(iter(values)))
 
     def replayed(*given: Tensor) -> Any:
         """The operation."""
@@ -251,7 +249,6 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
         tensors = [tensor.clone() if i in call.written else tensor for i, tensor in enumerate(tensors)]
         if states is not None:
             states.restore()
-        assert call.rebuild is not None
         args, kwargs = call.rebuild(iter(tensors))
         if double:
             args, kwargs = as_double(args), as_double(kwargs)

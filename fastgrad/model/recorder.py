@@ -41,7 +41,7 @@ class Call:
     tensors
         The tensors among its arguments: copies, except for parameters.
     rebuild
-        Rebuilds the arguments from as many tensors; None: there are no tensors.
+        Rebuilds the arguments from as many tensors.
     differentiable
         Which of the tensors require grad.
     written
@@ -61,7 +61,7 @@ class Call:
     name: str
     target: Any
     tensors: list[Tensor]
-    rebuild: Rebuild | None
+    rebuild: Rebuild
     differentiable: list[int]
     written: set[int] = field(default_factory=set)
     random: bool = False
@@ -292,7 +292,8 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         """The call of an operation; if it is the first of its kind, with copies of its arguments."""
         found: list[tuple[str, Tensor]] = []
         rebuild = flatten(arguments, "", lambda tensor: True, found)
-        plain = arguments if rebuild is None else rebuild(iter([Tensor] * len(found)))
+        assert rebuild is not None  # an argument requires grad
+        plain = rebuild(iter([Tensor] * len(found)))
         layouts = tuple(
             (tuple(one.shape), one.stride() if one.layout is torch.strided else (), one.dtype, one.requires_grad)
             for _, one in found
@@ -311,7 +312,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             call.sites.append(site)
         return call
 
-    def _copied(self, name: str, target: Any, found: Sequence[tuple[str, Tensor]], rebuild: Rebuild | None) -> Call:
+    def _copied(self, name: str, target: Any, found: Sequence[tuple[str, Tensor]], rebuild: Rebuild) -> Call:
         own = {id(parameter) for parameter in self._parameters}
         tensors = [tensor for _, tensor in found]
         fresh = list({id(tensor): tensor for tensor in tensors if id(tensor) not in own}.values())
@@ -330,7 +331,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             call.random = True
         else:
             call.random = torch.Tag.nondeterministic_seeded in target.tags
-            args, kwargs = rebuild(iter(range(len(tensors)))) if rebuild is not None else ((), {})
+            args, kwargs = rebuild(iter(range(len(tensors))))
             call.written = {number for number in _written(target, args, kwargs) if isinstance(number, int)}
             if target.namespace == "aten" and _argument(target, args, kwargs, "scale_grad_by_freq"):
                 call.omitted = "scale_grad_by_freq: by design, its gradient is not the derivative"
