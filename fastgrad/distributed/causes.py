@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -156,7 +155,7 @@ def _same(left: Any, right: Tensor) -> bool:
 
 def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float) -> list[_Sampled]:
     """The gradients of an input on all ranks, with differences."""
-    graph = session.call(inputs, True).graph
+    graph = session.call(inputs, True)
     outputs = list(zip(graph.outputs, graph.output_like, strict=True))
     cotangents = [_random_like(whole_of(like, space.placement), number) for number, (space, like) in enumerate(outputs)]
     held = session.backward(graph, cotangents, False).parts[which]
@@ -167,14 +166,16 @@ def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float)
 
     def difference(number: int) -> tuple[float, list[float]]:
         """The derivative along one coordinate: of all results, and of the results of each rank."""
-        moved = [tensor.clone() for tensor in inputs]
-        changes: list[list[Any]] = []
-        for sign in (1.0, -1.0):
-            moved[which].view(-1)[number] = inputs[which].reshape(-1)[number] + sign * eps
-            found = session.call(moved, False).parts
-            changes.append([*itertools.chain.from_iterable(found)])
-        change = [(plus - minus) / (2 * eps) for plus, minus in zip(*changes, strict=True)]
-        of_ranks = [change[k * len(like) : (k + 1) * len(like)] for k in range(len(outputs))]
+
+        def results_at(change: float) -> Any:
+            moved = [tensor.clone() for tensor in inputs]
+            moved[which].view(-1)[number] += change
+            return session.call(moved, False).parts
+
+        of_ranks = [
+            [(plus - minus) / (2 * eps) for plus, minus in zip(ahead, behind, strict=True)]
+            for ahead, behind in zip(results_at(eps), results_at(-eps), strict=True)
+        ]
         joined = (whole_of(own, space.placement) for own, (space, _) in zip(of_ranks, outputs, strict=True))
         total = sum(float((v.cpu() * d).sum()) for v, d in zip(cotangents, joined, strict=True))
         own = [

@@ -166,7 +166,7 @@ def _answer(outputs: Sequence[Tensor | None]) -> Answer:
 
 @dataclass
 class Graph:
-    """Rank 0's description of a graph whose parts all ranks hold.
+    """The results of func or of a backward on rank 0, and a description of their graph, whose parts all ranks hold.
 
     Attributes
     ----------
@@ -176,6 +176,8 @@ class Graph:
         The placements of the inputs and outputs.
     input_like, output_like
         For each input and output, tensors with the shapes and dtypes of its parts.
+    parts, differentiable
+        For each output, its parts, and whether it requires grad on any rank.
     """
 
     number: int
@@ -184,15 +186,17 @@ class Graph:
     outputs: list[Space]
     input_like: list[list[Tensor]]
     output_like: list[list[Tensor]]
-
-
-@dataclass
-class Results:
-    """The outputs of a graph: for each its parts, and whether it requires grad on any rank."""
-
-    graph: Graph
     parts: list[Parts]
     differentiable: list[bool]
+
+    def whole(self, number: int, device: torch.device) -> Tensor | None:
+        """The whole tensor of an output, with zeros for ranks that have no gradient; None if no rank has one."""
+        parts = self.parts[number]
+        if all(part is None for part in parts):
+            return None
+        likes = self.output_like[number]
+        held = [torch.zeros_like(like) if part is None else part for part, like in zip(parts, likes, strict=True)]
+        return whole_of(held, self.outputs[number].placement).to(device)
 
 
 class Session:
@@ -222,7 +226,7 @@ class Session:
         self.broken: RankError | None = None
         self.differences: dict[tuple[str, int], Difference] = {}
 
-    def call(self, values: Sequence[Tensor], record: bool) -> Results:
+    def call(self, values: Sequence[Tensor], record: bool) -> Graph:
         """The results of func at whole inputs."""
         parts = [
             parts_of(value.detach().cpu(), space.placement, base)
@@ -233,11 +237,10 @@ class Session:
         found, differentiable = _by_result(answers)
         outputs, self.is_single = self._placed(answers[0].spaces), answers[0].is_single
         like = [[part for part in result if part is not None] for result in found]
-        graph = Graph(number, 0, self.inputs, outputs, self.base, like)
         self._note_differences("output", found, outputs)
-        return self._results(graph, found, differentiable, record)
+        return self._made(Graph(number, 0, self.inputs, outputs, self.base, like, found, differentiable), record)
 
-    def backward(self, graph: Graph, cotangents: Sequence[Tensor | None], record: bool) -> Results:
+    def backward(self, graph: Graph, cotangents: Sequence[Tensor | None], record: bool) -> Graph:
         """The gradients of a graph's inputs, for whole cotangents of its outputs."""
         given = [
             [None] * self._ranks.count if cotangent is None else cotangent_parts(cotangent, space, like)
@@ -248,10 +251,10 @@ class Session:
         found, differentiable = _by_result(self._run(orders))
         duals = [space.of_gradients for space in graph.outputs], [space.of_gradients for space in graph.inputs]
         inputs, like = [*duals[0], *graph.inputs], [*graph.output_like, *graph.input_like]
-        made = Graph(number, graph.depth + 1, inputs, duals[1], like, graph.input_like)
+        made = Graph(number, graph.depth + 1, inputs, duals[1], like, graph.input_like, found, differentiable)
         if graph.depth == 0:
             self._note_differences("gradient", found, duals[1])
-        return self._results(made, found, differentiable, record)
+        return self._made(made, record)
 
     def _placed(self, own: Sequence[Space | None]) -> list[Space]:
         """The placements of the results; own: those of results that are DTensors."""
@@ -263,10 +266,10 @@ class Session:
             )
         return [space for space in (other or one for one, other in zip(named, own, strict=True)) if space is not None]
 
-    def _results(self, graph: Graph, found: list[Parts], differentiable: list[bool], record: bool) -> Results:
+    def _made(self, graph: Graph, record: bool) -> Graph:
         if record:
             weakref.finalize(graph, self._forgotten.append, graph.number)
-        return Results(graph, found, differentiable)
+        return graph
 
     def end(self, report: Any) -> None:
         """Sends the report, or an exception, to the other ranks."""
@@ -354,20 +357,16 @@ class _Remote(torch.autograd.Function):
     def forward(ctx: Any, session: Session, parent: Graph | None, record: bool, *tensors: Tensor | None) -> Any:
         ctx.set_materialize_grads(False)
         if parent is None:
-            results = session.call([tensor for tensor in tensors if tensor is not None], record)
+            graph = session.call([tensor for tensor in tensors if tensor is not None], record)
         else:
-            results = session.backward(parent, tensors[: len(parent.outputs)], record)
-        ctx.session, ctx.graph = session, results.graph
+            graph = session.backward(parent, tensors[: len(parent.outputs)], record)
+        ctx.session, ctx.graph = session, graph
         ctx.save_for_backward(*tensors)
         device = next(tensor.device for tensor in tensors if tensor is not None)
-        joined = [_joined(results, number, device) for number in range(len(results.parts))]
-        constant = [
-            tensor
-            for tensor, exists in zip(joined, results.differentiable, strict=True)
-            if not exists and tensor is not None
-        ]
-        ctx.mark_non_differentiable(*constant)
-        return tuple(joined)
+        whole = [graph.whole(number, device) for number in range(len(graph.parts))]
+        pairs = zip(whole, graph.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(one for one, exists in pairs if not exists and one is not None))
+        return tuple(whole)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
@@ -376,18 +375,6 @@ class _Remote(torch.autograd.Function):
             ctx.session, ctx.graph, record, *cotangents, *ctx.saved_tensors
         )
         return None, None, None, *gradients
-
-
-def _joined(results: Results, number: int, device: torch.device) -> Tensor | None:
-    """The whole tensor of a result, with zeros for ranks that have no gradient; None if no rank has one."""
-    parts = results.parts[number]
-    if all(part is None for part in parts):
-        return None
-    held = [
-        torch.zeros_like(like) if part is None else part
-        for part, like in zip(parts, results.graph.output_like[number], strict=True)
-    ]
-    return whole_of(held, results.graph.outputs[number].placement).to(device)
 
 
 def whole_function(session: Session, checked: Sequence[int]) -> Callable[..., Any]:

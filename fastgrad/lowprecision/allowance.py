@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,64 +57,48 @@ class Spread:
 
     Attributes
     ----------
-    products
-        The larger of two root mean squares: in perturbed arithmetic with the given inputs, and with perturbed inputs.
-        Shape (count, n).
     rounded
         The difference in arithmetic that rounds every result. Shape (count, n).
-    values, rounded_values
+    products
+        The largest of three: `rounded` where it is finite, and two root mean squares, in perturbed arithmetic with the
+        given inputs, and with perturbed inputs. Shape (count, n).
+    values
         The same for the outputs, shape (m,).
     """
 
-    products: Tensor
     rounded: Tensor
+    products: Tensor
     values: Tensor
-    rounded_values: Tensor
-
-    def both(self) -> Tensor:
-        """The larger of both scales per entry, without `rounded` where it is not finite: shape (count, n)."""
-        return torch.maximum(self.products, self.rounded.nan_to_num(nan=0.0, posinf=0.0))
-
-    def both_values(self) -> Tensor:
-        """The same for the outputs: shape (m,)."""
-        return torch.maximum(self.values, self.rounded_values.nan_to_num(nan=0.0, posinf=0.0))
 
 
 def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype) -> Spread:
     """Measures the effect of rounding by 2 `DRAWS` + 1 runs of the reference."""
-    plain = _mean_square(products, cotangents, exact, dtype, "nothing", DRAWS, _SEED)
-    moved = _mean_square(products, cotangents, exact, dtype, "each", DRAWS, _SEED)
-    values, gradients = products.draw(Arithmetic(dtype, None), cotangents, "nothing")
-    return Spread(
-        torch.maximum(plain[1], moved[1]),
-        products.inputs.moduli(gradients - exact),
-        torch.maximum(plain[0], moved[0]),
-        products.outputs.moduli(values - products.values),
+    plain, moved = (
+        _mean_square(products, cotangents, exact, inputs, [Arithmetic(dtype, _SEED + i) for i in range(DRAWS)])
+        for inputs in ("nothing", "each")
     )
+    values, gradients = products.draw(Arithmetic(dtype, None), cotangents, "nothing")
+    rounded = products.outputs.moduli(values - products.values), products.inputs.moduli(gradients - exact)
+    of_values, of_products = (
+        torch.maximum(torch.maximum(first, second), third.nan_to_num(nan=0.0, posinf=0.0))
+        for first, second, third in zip(plain, moved, rounded, strict=True)
+    )
+    return Spread(rounded[1], of_products, of_values)
 
 
 def second_spread(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Scales of outputs and VJPs in a second look: shapes (m,) and (count, n)."""
-    return _mean_square(
-        *(products, cotangents, exact, dtype, "relative to the largest", SECOND_DRAWS, _SECOND_SEED),
-        decomposes=True,
-    )
+    draws = [Arithmetic(dtype, _SECOND_SEED + i, decomposes=True) for i in range(SECOND_DRAWS)]
+    return _mean_square(products, cotangents, exact, "relative to the largest", draws)
 
 
 def _mean_square(
-    products: Products,
-    cotangents: Tensor,
-    exact: Tensor,
-    dtype: torch.dtype,
-    inputs: Perturbed,
-    draws: int,
-    seed: int,
-    decomposes: bool = False,
+    products: Products, cotangents: Tensor, exact: Tensor, inputs: Perturbed, draws: Sequence[Arithmetic]
 ) -> tuple[Tensor, Tensor]:
     """Root mean squares of the moduli of differences: of outputs, shape (m,), and of VJPs, shape (count, n)."""
     of_values, of_products = _MeanSquare(products.values), _MeanSquare(exact)
-    for number in range(draws):
-        values, gradients = products.draw(Arithmetic(dtype, seed + number, decomposes), cotangents, inputs)
+    for arithmetic in draws:
+        values, gradients = products.draw(arithmetic, cotangents, inputs)
         of_values.add(products.outputs.moduli(values - products.values))
         of_products.add(products.inputs.moduli(gradients - exact))
     return of_values.root(), of_products.root()

@@ -16,14 +16,13 @@ from fastgrad.checks import order
 from fastgrad.checks.complete import other_checks_failure
 from fastgrad.checks.description import environment, subject
 from fastgrad.core.errors import raise_if_transient
-from fastgrad.core.native import Layout
 from fastgrad.core.precision import LOWER
 from fastgrad.core.progress import Progress
 from fastgrad.core.random import RandomState
 from fastgrad.lowprecision.comparison import Comparison
-from fastgrad.lowprecision.probes import probes_of
+from fastgrad.lowprecision.probes import probes_of, random_cotangent
 from fastgrad.lowprecision.reference import IncomparableError, Products, Reference
-from fastgrad.lowprecision.rounding import coarsest, unit_roundoff
+from fastgrad.lowprecision.rounding import unit_roundoff
 from fastgrad.lowprecision.verdict import Outcome, judge, judge_by_differences
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.problem import Problem
@@ -134,8 +133,7 @@ class LowerCheck:
             if not problem.has_graph:
                 return order.check(self._func, self._arguments, self._settings, self._names)
             self._outcome.notes += notes
-            unit = unit_roundoff(coarsest([block.tensor.dtype for block in (*problem.inputs, *problem.outputs)]))
-            self._outcome.note(unit=unit)
+            self._outcome.note(unit=problem.unit_roundoff)
             if self._is_random(problem):
                 self._outcome.note(
                     undecided="func is random: two runs with the same inputs and the same state of torch's generators "
@@ -274,8 +272,8 @@ class LowerCheck:
         """A failure if two runs of backward differ, or if a gradient has the wrong size or dtype; None otherwise."""
         if not problem.n or not problem.m:
             return None
-        v = probes_of(problem, True, False, self._settings.seed).cotangents[1]
-        (left, right), match = problem.vjps_of(torch.stack([v, v]), [-1, -1], [Layout.CONTIGUOUS, Layout.CONTIGUOUS])
+        v = random_cotangent(problem, self._settings.seed, 1)
+        (left, right), match = problem.vjps_of(torch.stack([v, v]), [-1, -1])
         if self._settings.check_grad_dtypes and not match.dtypes:
             return Failure("dtype")
         if not match.sizes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgrad.core.native import Layout
 from fastgrad.lowprecision.allowance import (
     DRAWS,
     FACTOR,
@@ -78,24 +79,18 @@ class Comparison:
     def __init__(self, problem: Problem, products: Products, probes: Probes) -> None:
         self.problem, self.products, self.probes = problem, products, probes
         self.dtype = coarsest([block.tensor.dtype for block in (*problem.inputs, *problem.outputs)])
-        self.low = self._low()
+        contiguous = [Layout.CONTIGUOUS] * (probes.cotangents.shape[0] - probes.dense)
+        self.low = problem.vjp(probes.cotangents, [*LAYOUTS[: probes.dense], *contiguous]).to(products.device)
         self.exact = products.exact(probes.cotangents)
         self.spread = spread_of(products, probes.cotangents, self.exact, self.dtype)
         self.draws = 2 * DRAWS + 1
         self.excused = 0
         inputs = products.inputs
         self.error, self.size = inputs.moduli(self.low - self.exact), inputs.moduli(self.exact)
-        self.scale = self.spread.both() + inputs.rounding(self.size)
+        self.scale = self.spread.products + inputs.rounding(self.size)
         self.once = self.dtype is not torch.float32 and is_rounded_once(self.error, self.size, inputs)
         self.limit = allowed(self.scale, self.size, inputs.units, FACTOR[self.dtype], self.once)
         self.first_limit = self.limit.clone()
-
-    def _low(self) -> Tensor:
-        v, dense = self.probes.cotangents, self.probes.dense
-        parts = [self.problem.vjp(v[:dense], LAYOUTS[:dense])] if dense else []
-        if v.shape[0] > dense:
-            parts.append(self.problem.vjp(v[dense:]))
-        return torch.cat(parts).to(self.products.device)
 
     def forward(self) -> tuple[float, int]:
         """The largest ratio of an output's error to its allowed error, and the output's coordinate.
@@ -105,16 +100,18 @@ class Comparison:
         products, outputs = self.products, self.products.outputs
         values = self.problem.base().to(products.device)
         size, error = outputs.moduli(products.values), outputs.moduli(values - products.values)
-        own = outputs.rounding(size)
-        limit = FORWARD * (self.spread.both_values() + own)
         same = (values == products.values) | (values.isnan() & products.values.isnan())
         beyond_range = ~values.isfinite() & (size > outputs.largest)
-        ratio = torch.where(same | beyond_range, 0.0, error / limit).nan_to_num(nan=torch.inf)
-        if ratio.numel() and float(ratio.max()) > 1 and self.draws <= 2 * DRAWS + 1:
+
+        def ratio(spread: Tensor) -> Tensor:
+            limit = FORWARD * (spread + outputs.rounding(size))
+            return torch.where(same | beyond_range, 0.0, error / limit).nan_to_num(nan=torch.inf)
+
+        found = ratio(self.spread.values)
+        if float(found.max()) > 1:
             spread, _ = self._second_spread(self.probes.cotangents[:1], self.exact[:1])
-            limit = FORWARD * (torch.maximum(self.spread.both_values(), spread.nan_to_num(0.0)) + own)
-            ratio = torch.where(same | beyond_range, 0.0, error / limit).nan_to_num(nan=torch.inf)
-        return (float(ratio.max()), int(ratio.argmax())) if ratio.numel() else (0.0, 0)
+            found = ratio(torch.maximum(self.spread.values, spread.nan_to_num(0.0)))
+        return float(found.max()), int(found.argmax())
 
     def overflows(self) -> tuple[Tensor, Tensor]:
         """Entries that are not finite although the reference is in range: unexplained ones, and explained ones.
@@ -145,9 +142,8 @@ class Comparison:
         """Increases the allowed errors of VJPs with entries beyond them, if more draws show larger rounding."""
         ratio = self.ratio()
         beyond = int((ratio > 1).sum())
-        worst = ratio.amax(1) if ratio.shape[1] else ratio.new_zeros(ratio.shape[0])
-        order = worst.argsort(descending=True)
-        order = order[: int((worst > 1).sum())]
+        worst = ratio.amax(1)
+        order = worst.argsort(descending=True)[: int((worst > 1).sum())]
         for some in torch.split(order, AT_A_TIME):
             self.look_again_at(some)
             if bool((self.ratio()[some] > 1).any()):
@@ -180,8 +176,6 @@ class Comparison:
         The relative errors that would certainly have been found in half and in 90 % of these entries, and the share of
         them that could be zero without being detected.
         """
-        if not self.size.numel():
-            return None
         usual = self.size.nan_to_num(0.0, 0.0, 0.0)
         significant = (usual > 0) & (usual >= SIGNIFICANT * usual.amax(1, keepdim=True)) & self.error.isfinite()
         if not bool(significant.any()):

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgrad.core.errors import raise_unless_of_func, unless_rejected
 from fastgrad.core.random import PRECISION_STREAM, direction
 from fastgrad.lowprecision.probes import one_row, random_cotangent, row_behind
-from fastgrad.lowprecision.rounding import largest_number, unit_roundoff
+from fastgrad.lowprecision.rounding import coarsest, largest_number, unit_roundoff
 from fastgrad.problem.coordinates import block_with, per_coordinate
 from fastgrad.problem.problem import Problem
 
@@ -237,7 +237,7 @@ def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Ten
     if not fits:
         return None
     terms = gradient * whole
-    unit = max(unit_roundoff(block.tensor.dtype) for block in problem.inputs)
+    unit = unit_roundoff(coarsest([block.tensor.dtype for block in problem.inputs]))
     own = ROUNDING * unit * (abs(float(terms.sum())) + float(terms.square().sum().sqrt()))
     best = min(fits, key=lambda fit: fit.uncertainty)
     uncertainty = best.uncertainty
@@ -262,7 +262,7 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
     The rows are: steps; odd part of the change, minus what the gradient explains; even part of the change; random
     rounding; systematic rounding.
     """
-    dtype = max((block.tensor.dtype.to_real() for block in problem.outputs), key=unit_roundoff)
+    dtype = coarsest([block.tensor.dtype for block in problem.outputs])
     per_halving, count = STEPS.get(dtype, STEPS[torch.float32])
     used = w != 0
     weights = w[used]

@@ -36,14 +36,10 @@ class Doubled:
         if isinstance(value, torch.dtype):
             return DOUBLE.get(value, value)
         if isinstance(value, Module):
-            return self.module(value)
+            return copy.deepcopy(value).to(device=self._device).double()
         found: list[tuple[str, Tensor]] = []
         rebuild = flatten(value, "", lambda tensor: True, found)
         return value if rebuild is None else rebuild(iter([self._tensor(tensor) for _, tensor in found]))
-
-    def module(self, module: Module) -> Module:
-        """A copy of a module in double precision."""
-        return copy.deepcopy(module).to(device=self._device).double()
 
     def _tensor(self, value: Tensor) -> Tensor:
         known = self._known.get(id(value))
@@ -63,7 +59,8 @@ def reference_for(
 ) -> Reference:
     """The reference of func(*arguments)."""
     doubled = Doubled(device)
-    return Reference(_function(func, wanted, doubled), doubled(arguments), _name(func, wanted))
+    function, name = _function(func, wanted, doubled)
+    return Reference(function, doubled(arguments), name)
 
 
 def reference_for_call(
@@ -78,7 +75,7 @@ def reference_for_call(
 ) -> Reference:
     """The reference of a `Call` with these arguments; `checked`: the tensors of this call that are checked."""
     doubled = Doubled(device)
-    function = _function(func, wanted, doubled)
+    function, name = _function(func, wanted, doubled)
     if isinstance(func, Module) and not isinstance(function, Module) and wrt != "inputs":
         raise TypeError(
             "The reference of a module whose parameters are checked must be a module with the same parameters, got "
@@ -95,7 +92,7 @@ def reference_for_call(
     with torch.no_grad():
         for own, tensor in zip(call.tensors, checked, strict=True):
             own.copy_(tensor)  # a module passed as reference may have other values
-    return Reference(call, call.tensors, _name(func, wanted))
+    return Reference(call, call.tensors, name)
 
 
 def second_order_reference(
@@ -118,15 +115,13 @@ def make_reference(
     return second_order_reference(first, func, arguments[func.count :], device)
 
 
-def _function(func: Callable[..., Any], wanted: Wanted, doubled: Doubled) -> Callable[..., Any]:
-    function = func if wanted is None or isinstance(wanted, str) else wanted
+def _function(func: Callable[..., Any], wanted: Wanted, doubled: Doubled) -> tuple[Callable[..., Any], str]:
+    """The function of a reference, in double precision if it is a module; and its name."""
+    if wanted is None or isinstance(wanted, str):
+        function, name = func, f"{function_name(func) or 'func'} in float64"
+    else:
+        function, name = wanted, function_name(wanted) or "the reference"
     try:
-        return doubled.module(function) if isinstance(function, Module) else function
+        return doubled(function) if isinstance(function, Module) else function, name
     except Exception as error:
         raise IncomparableError(f"the module cannot be copied: {type(error).__name__}: {error}") from error
-
-
-def _name(func: Callable[..., Any], wanted: Wanted) -> str:
-    if wanted is None or isinstance(wanted, str):
-        return f"{function_name(func) or 'func'} in float64"
-    return function_name(wanted) or "the reference"

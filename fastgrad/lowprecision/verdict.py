@@ -210,8 +210,6 @@ def _failure(kind: FailureKind, entry: RoundedEntry, detail: str = "") -> Failur
 def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
     problem, products, probes = comparison.problem, comparison.products, comparison.probes
     ratio = comparison.ratio()
-    if not ratio.numel():
-        return
     single = (probes.rows >= 0).to(ratio.device).unsqueeze(1)
     wrong = ratio > 1
     if not bool(wrong.any()):

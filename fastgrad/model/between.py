@@ -317,18 +317,11 @@ class LossErrorExperiments:
 
 def record(step: Step, recorder: Recorder) -> Gradients:
     """Runs one step while the recorder records it; returns the gradients."""
-    with watched(step, recorder), step.inside(recorder.recording):
+    step.reset()
+    with recorder.hooks.watching(), step.keeps_hooks(), step.inside(recorder.recording):
         loss = step.loss()
         recorder.use(loss)
         return step.gradients(loss)
-
-
-@contextmanager
-def watched(step: Step, recorder: Recorder) -> Iterator[None]:
-    """A context in which the recorder watches the hooks of the model."""
-    step.reset()
-    with recorder.hooks.watching(), step.keeps_hooks():
-        yield
 
 
 def _unintended(recorder: Recorder) -> list[DetachedPath]:

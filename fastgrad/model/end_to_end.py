@@ -117,17 +117,18 @@ class LossDerivatives:
         """Both derivatives along a direction, from eight evaluations at two steps; of the step with less noise."""
         found = []
         for step in self._steps():
-            coarse, change = self._difference(vectors, 2 * step)
-            fine, _ = self._difference(vectors, step)
-            noise = abs(fine - coarse) + self._rounding(change, step)
+            coarse, size = self._change(vectors, 2 * step)
+            fine, _ = self._change(vectors, step)
+            coarse, fine = coarse / (4 * step), fine / (2 * step)
+            noise = abs(fine - coarse) + self._rounding(size, step)
             found.append(DirectionalComparison(vectors, (4 * fine - coarse) / 3, noise, 0.0, 0.0, 0.0))
         return self.compared(min(found, key=lambda one: one.noise), self.gradients)
 
     def quickly_along(self, vectors: list[Tensor | None]) -> DirectionalComparison:
         """Like `along`, but from two or four evaluations if they agree with autograd."""
         for step in self._steps():
-            numerical, change = self._difference(vectors, step)
-            made = DirectionalComparison(vectors, numerical, self._rounding(change, step), 0.0, 0.0, 0.0)
+            change, size = self._change(vectors, step)
+            made = DirectionalComparison(vectors, change / (2 * step), self._rounding(size, step), 0.0, 0.0, 0.0)
             found = self.compared(made, self.gradients)
             if found.agrees:
                 return found
@@ -137,8 +138,8 @@ class LossDerivatives:
         step = STEPS.get(self.dtype, STEPS[torch.float32])
         return step, step * SMALLER
 
-    def _rounding(self, change: float, step: float) -> float:
-        return torch.finfo(self.dtype).eps * change / step
+    def _rounding(self, size: float, step: float) -> float:
+        return torch.finfo(self.dtype).eps * size / step
 
     def compared(self, along: DirectionalComparison, gradients: Sequence[Tensor | None]) -> DirectionalComparison:
         """The derivative `along` by differences, compared with other gradients."""
@@ -150,10 +151,10 @@ class LossDerivatives:
         allowed = ALLOWED.get(self.dtype, ALLOWED[torch.float32]) * size + 8 * along.noise
         return replace(along, analytical=analytical, size=size, allowed=allowed)
 
-    def _difference(self, vectors: Sequence[Tensor | None], by: float) -> tuple[float, float]:
-        """The central difference, and the sum of the moduli of the two losses."""
-        losses = self._loss_at(vectors, by), self._loss_at(vectors, -by)
-        return (losses[0] - losses[1]) / (2 * by), abs(losses[0]) + abs(losses[1])
+    def _change(self, vectors: Sequence[Tensor | None], step: float) -> tuple[float, float]:
+        """The difference of the losses at a step ahead and a step behind, and the sum of their moduli."""
+        ahead, behind = self._loss_at(vectors, step), self._loss_at(vectors, -step)
+        return ahead - behind, abs(ahead) + abs(behind)
 
     def _loss_at(self, vectors: Sequence[Tensor | None], by: float) -> float:
         with self._step.moved(vectors, by):
@@ -184,24 +185,19 @@ class LossDerivatives:
     def moves(self, which: Sequence[int]) -> bool:
         """Whether the loss depends on some parameters, for a small or a large step."""
         vectors = self.only(which)
-        for step in (math.sqrt(STEPS.get(self.dtype, STEPS[torch.float32])), LARGE_MOVE):
+        for step in (math.sqrt(self._steps()[0]), LARGE_MOVE):
             change, size = self._change(vectors, step)
-            if change <= DEPENDS * torch.finfo(self.dtype).eps * size:
+            if abs(change) <= DEPENDS * torch.finfo(self.dtype).eps * size:
                 continue
-            rounding = max(self._change(vectors, step * tiny)[0] for tiny in TINY_STEPS)
-            if not change <= ABOVE_ROUNDING * rounding or not self.repeats():
+            rounding = max(abs(self._change(vectors, step * tiny)[0]) for tiny in TINY_STEPS)
+            if not abs(change) <= ABOVE_ROUNDING * rounding or not self.repeats():
                 return True
         return False
 
-    def _change(self, vectors: Sequence[Tensor | None], step: float) -> tuple[float, float]:
-        """The modulus of the difference of two losses, and the sum of their moduli."""
-        slope, size = self._difference(vectors, step)
-        return abs(slope) * 2 * step, size
-
     def repeats(self) -> bool:
         """Whether two calls of the model from the same state give the same loss, up to rounding."""
-        difference, size = self._difference([None] * len(self._step.parameters), 0.5)
-        return abs(difference) <= DEPENDS * torch.finfo(self.dtype).eps * size
+        change, size = self._change([None] * len(self._step.parameters), 0.5)
+        return abs(change) <= DEPENDS * torch.finfo(self.dtype).eps * size
 
     def missing(self) -> list[int]:
         """The parameters without a gradient, or with a zero gradient."""

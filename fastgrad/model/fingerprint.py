@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.torch_private import hidden_from_dynamo
+from fastgrad.problem.coordinates import own_values
 
 _WORD = 8
 """Bytes that are mixed together."""
@@ -30,17 +31,15 @@ def fingerprint(tensor: Tensor) -> int:
 
     If several words change, the fingerprint stays the same with a probability of about 2^-64.
     """
-    if tensor.layout is not torch.strided:
-        return sum(fingerprint(part) for part in _parts(tensor))
-    values = tensor.detach()
-    if not values.numel():
+    if tensor.layout is torch.sparse_coo:
+        return fingerprint(tensor._indices()) + fingerprint(tensor._values())
+    values = own_values(tensor)
+    if values is None or not values.numel():
         return 0
+    values = values.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    values = values.resolve_neg()
-    if not values.is_contiguous():
-        values = values.contiguous()
-    raw = values.reshape(-1).view(torch.uint8)
+    raw = values.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if raw.storage_offset() % _WORD:
         raw = raw.clone()
     whole = raw.numel() // _WORD * _WORD
@@ -68,15 +67,6 @@ def _mixed(words: Tensor, first: Tensor, second: Tensor) -> Tensor:
     Without this, a change of the uppermost bit would have the same effect at each word, and two would cancel.
     """
     products = words * first
-    products ^= products >> 32
+    halves = products.view(torch.int32)  # the lower half of each word comes first
+    halves[..., ::2] ^= halves[..., 1::2]
     return products.mul_(second)
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that a sparse one is made of."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    return [tensor.values()] if tensor.layout in _COMPRESSED else []
-
-
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

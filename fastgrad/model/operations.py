@@ -50,6 +50,9 @@ ON_FEWER_ROWS = "v^T J u agrees for all rows; only the first rows were checked i
 AT_KINK = "differences at its inputs do not agree, as at a kink or a jump, so it was checked next to its inputs"
 """The text for an operation that was checked at moved inputs."""
 
+_VERDICTS: dict[str, OperationVerdict] = {"passed": "right", "failed": "wrong"}
+"""The verdict on an operation, by that of its check in fast mode; for all other verdicts, it is undecided."""
+
 
 @dataclass
 class _Screen:
@@ -114,13 +117,7 @@ def _checked(
     is_at_kink = report.failure is not None and report.failure.numerical_issue in ("kink", "discontinuity")
     if is_at_kink:
         report = _report(func, _moved(leaves, settings), settings, scale)
-    verdict = "right"
-    if not report.passed and report.verdict != "not converged":
-        verdict = "wrong"
-    elif report.verdict != "passed":
-        verdict = "undecided"
-    if report.precision is not None and report.precision.undecided:
-        verdict = "undecided"
+    verdict = _VERDICTS.get(report.verdict, "undecided")
     said = "" if verdict == "right" else str(report).partition("\n")[0]
     return replace(
         operation,
@@ -240,9 +237,7 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
     fixed = {i: ~leaf.detach().isfinite() for i, leaf in leaves.items()}
     fixed = {i: mask for i, mask in fixed.items() if bool(mask.any())}
     unbounded: dict[int, Tensor | None] = {}
-    padding = None
-    if not call.is_custom and call.rebuild is not None:
-        padding = padding_row(call.target, *call.rebuild(iter(values)))
+    padding = None if call.is_custom else padding_row(call.target, *call.rebuild(iter(values)))
 
     def replayed(*given: Tensor) -> Any:
         """The operation."""
@@ -254,7 +249,6 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
         tensors = [tensor.clone() if i in call.written else tensor for i, tensor in enumerate(tensors)]
         if states is not None:
             states.restore()
-        assert call.rebuild is not None
         args, kwargs = call.rebuild(iter(tensors))
         if double:
             args, kwargs = as_double(args), as_double(kwargs)

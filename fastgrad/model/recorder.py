@@ -41,7 +41,7 @@ class Call:
     tensors
         The tensors among its arguments: copies, except for parameters.
     rebuild
-        Rebuilds the arguments from as many tensors; None: there are no tensors.
+        Rebuilds the arguments from as many tensors.
     differentiable
         Which of the tensors require grad.
     written
@@ -61,7 +61,7 @@ class Call:
     name: str
     target: Any
     tensors: list[Tensor]
-    rebuild: Rebuild | None
+    rebuild: Rebuild
     differentiable: list[int]
     written: set[int] = field(default_factory=set)
     random: bool = False
@@ -292,7 +292,8 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         """The call of an operation; if it is the first of its kind, with copies of its arguments."""
         found: list[tuple[str, Tensor]] = []
         rebuild = flatten(arguments, "", lambda tensor: True, found)
-        plain = arguments if rebuild is None else rebuild(iter([_Placeholder()] * len(found)))
+        assert rebuild is not None  # an argument requires grad
+        plain = rebuild(iter([Tensor] * len(found)))
         layouts = tuple(
             (tuple(one.shape), one.stride() if one.layout is torch.strided else (), one.dtype, one.requires_grad)
             for _, one in found
@@ -311,7 +312,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             call.sites.append(site)
         return call
 
-    def _copied(self, name: str, target: Any, found: Sequence[tuple[str, Tensor]], rebuild: Rebuild | None) -> Call:
+    def _copied(self, name: str, target: Any, found: Sequence[tuple[str, Tensor]], rebuild: Rebuild) -> Call:
         own = {id(parameter) for parameter in self._parameters}
         tensors = [tensor for _, tensor in found]
         fresh = list({id(tensor): tensor for tensor in tensors if id(tensor) not in own}.values())
@@ -330,7 +331,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             call.random = True
         else:
             call.random = torch.Tag.nondeterministic_seeded in target.tags
-            args, kwargs = rebuild(iter(range(len(tensors)))) if rebuild is not None else ((), {})
+            args, kwargs = rebuild(iter(range(len(tensors))))
             call.written = {number for number in _written(target, args, kwargs) if isinstance(number, int)}
             if target.namespace == "aten" and _argument(target, args, kwargs, "scale_grad_by_freq"):
                 call.omitted = "scale_grad_by_freq: by design, its gradient is not the derivative"
@@ -343,13 +344,6 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         if self.detached and self.detached[-1].alias is not None and self.detached[-1].alias() is tensor:
             self._aliases[id(tensor)] = self.detached.pop()  # a detach by autograd itself, unless its result is used
         return self.saved.pack(tensor)
-
-
-class _Placeholder:
-    """Stands for a tensor in the key of an operation."""
-
-    def __repr__(self) -> str:
-        return "tensor"
 
 
 _ONLY_SHAPES = frozenset({"sym_size", "sym_stride", "sym_numel", "empty_like", "zeros_like", "ones_like", "new_zeros"})
@@ -378,10 +372,7 @@ def padding_row(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int | None:
 
 def _argument(func: Any, args: Any, kwargs: Mapping[str, Any], name: str) -> Any:
     """The value of an operator's argument; None if it has no such argument."""
-    for number, one in enumerate(func._schema.arguments):
-        if one.name == name:
-            return args[number] if number < len(args) else kwargs.get(name, one.default_value)
-    return None
+    return next((value for one, value in _bound(func, args, kwargs) if one.name == name), None)
 
 
 def _is_detach(func: Any) -> bool:
@@ -390,6 +381,12 @@ def _is_detach(func: Any) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes to."""
-    schema = func._schema.arguments
-    values = [*zip(schema, args, strict=False), *((one, kwargs.get(one.name)) for one in schema[len(args) :])]
-    return [value for argument, value in values if argument.alias_info is not None and argument.alias_info.is_write]
+    return [
+        value for one, value in _bound(func, args, kwargs) if one.alias_info is not None and one.alias_info.is_write
+    ]
+
+
+def _bound(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields each argument in an operator's schema with its value."""
+    for number, one in enumerate(func._schema.arguments):
+        yield one, args[number] if number < len(args) else kwargs.get(one.name, one.default_value)

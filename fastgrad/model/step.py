@@ -62,7 +62,6 @@ class Step:
         self._random = _RandomStates()
         self._modules = [(module, module.training) for module in model.modules()]
         self._slots = [(module, dict(module._buffers)) for module in model.modules()]
-        self._values = self._copied()
         self.unscaled = {
             name: module
             for name, module in model.named_modules()
@@ -92,7 +91,6 @@ class Step:
             module.scale_grad_by_freq = True
         self.reset()
         self._kept.restore()
-        self._buffers.restore(thoroughly=True)
 
     def reset(self) -> None:
         """Resets the state that a call of the model may change, except parameters."""
@@ -110,11 +108,7 @@ class Step:
         for owner, slots in self._slots:
             owner._buffers.clear()
             owner._buffers.update(slots)
-        for buffer, value in self._values:
-            buffer.data.copy_(value)
-
-    def _copied(self) -> list[tuple[Tensor, Tensor]]:
-        return [(buffer, buffer.detach().clone()) for buffer in self.model.buffers() if not buffer.is_meta]
+        self._buffers.restore(thoroughly=True)
 
     def inside(self, around: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
         """A context in which each call of the model runs in a context that `around` makes."""
@@ -162,7 +156,7 @@ class Step:
     def in_double(self) -> Iterator[None]:
         """A context in which parameters, buffers, inputs and new tensors have double precision."""
         default = torch.get_default_dtype()
-        inputs, kwargs, values = self._inputs, self._kwargs, self._values
+        before = self._inputs, self._kwargs, self._buffers
         doubled = Doubled(None)
         with ExitStack() as stack:
             stack.callback(torch.set_default_dtype, default)
@@ -172,7 +166,8 @@ class Step:
                     if tensor.dtype in DOUBLE:
                         tensor.grad = None
                         tensor.data = data.to(DOUBLE[tensor.dtype])
-                self._inputs, self._kwargs, self._values = doubled(inputs), doubled(kwargs), self._copied()
+                self._inputs, self._kwargs = doubled(self._inputs), doubled(self._kwargs)
+                self._buffers = Buffers(self.model)
                 torch.set_default_dtype(torch.float64)
                 stack.enter_context(without_autocast())
                 stack.enter_context(_InDouble())
@@ -181,7 +176,7 @@ class Step:
                 for tensor, data in originals:
                     tensor.grad = None
                     tensor.data = data
-                self._inputs, self._kwargs, self._values = inputs, kwargs, values
+                self._inputs, self._kwargs, self._buffers = before
 
     @contextmanager
     def moved(self, along: Sequence[Tensor | None], by: float) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +18,8 @@ from fastgrad.sharding.calls import digest
 from fastgrad.sharding.checkpoint import Checkpoint
 from fastgrad.sharding.workers import Work, Workers, in_parts
 
-Store = Callable[[slice, Tensor], None]
-"""Writes the results of items to their positions."""
-
-Keep = Callable[[int, int, Tensor], None]
-"""Stores items begin, ..., end - 1 in a checkpoint; takes begin, end and the results."""
+Store = Callable[[int, int, Tensor], None]
+"""Writes the results of items begin, ..., end - 1 to their positions; takes begin, end and the results."""
 
 WORTH_SHARING = 0.02
 """Seconds. Work is shared if it takes longer on one rank than this plus the time to send it: the time of about ten
@@ -252,22 +248,27 @@ class PartitionedProblem(Problem):
         seconds = clock(self.device) - start
         if head is None:
             return False
-        store(slice(first, first + 1), head)
-        missing = [(first + 1, last)]
-        keep: Keep = _keep_nothing
-        if self._checkpoint is not None:
-            name = f"{work.name} {digest(work.arguments)}"
-            missing = self._restored(name, items, head, store, work)
-            if sum(end - begin for begin, end in missing) * seconds >= WORTH_KEEPING:
-                keep = partial(self._checkpoint.store, name)
-                if missing == [(first + 1, last)]:
-                    keep(first, first + 1, head)
-        return self._rest(work, missing, seconds, store, keep, sum(8 * tensor.numel() for tensor in sent))
+        store(first, first + 1, head)
+        missing, checkpoint = [(first + 1, last)], self._checkpoint
+        if checkpoint is None:
+            return self._rest(work, missing, seconds, store, sent)
+        name = f"{work.name} {digest(work.arguments)}"
+        missing = self._restored(name, items, head, store, work)
+        if sum(end - begin for begin, end in missing) * seconds < WORTH_KEEPING:
+            return self._rest(work, missing, seconds, store, sent)
+
+        def store_and_keep(begin: int, end: int, found: Tensor) -> None:
+            store(begin, end, found)
+            checkpoint.store(name, begin, end, found)
+
+        if missing == [(first + 1, last)]:
+            checkpoint.store(name, first, first + 1, head)
+        return self._rest(work, missing, seconds, store_and_keep, sent)
 
     def _rest(
-        self, work: Work, missing: list[tuple[int, int]], seconds: float, store: Store, keep: Keep, sent_bytes: int
+        self, work: Work, missing: list[tuple[int, int]], seconds: float, store: Store, sent: Sequence[Tensor]
     ) -> bool:
-        """Computes missing items, on all ranks if they cost enough; seconds: time per item."""
+        """Computes missing items, on all ranks if they cost more than sending tensors; seconds: time per item."""
         usual = True
 
         def run(begin: int, end: int) -> None:
@@ -275,19 +276,17 @@ class PartitionedProblem(Problem):
             found = self.part(work, begin, end)
             usual = usual and found is not None
             if found is not None:
-                store(slice(begin, end), found)
-                keep(begin, end, found)
+                store(begin, end, found)
 
         def take(begin: int, end: int, found: Tensor) -> None:
-            store(slice(begin, end), found.to(self.device))
-            keep(begin, end, found)
+            store(begin, end, found.to(self.device))
             self._count_as_done(work, end - begin)
 
         rest = sum(end - begin for begin, end in missing)
-        worth_sharing = rest * seconds >= WORTH_SHARING + sent_bytes / _BYTES_A_SECOND
-        if self._workers is not None and worth_sharing:
+        sending = sum(8 * tensor.numel() for tensor in sent) / _BYTES_A_SECOND
+        if self._workers is not None and rest * seconds >= WORTH_SHARING + sending:
             return self._workers.share(work, missing, seconds, run, take) and usual
-        for begin, end in missing if keep is _keep_nothing else in_parts(missing, seconds, 1):
+        for begin, end in in_parts(missing, seconds, 1):
             run(begin, end)
         return usual
 
@@ -309,7 +308,7 @@ class PartitionedProblem(Problem):
         for part in parts:
             if part.first > end:
                 missing.append((end, part.first))
-            store(slice(part.first, part.last), checkpoint.values(part).to(self.device))
+            store(part.first, part.last, checkpoint.values(part).to(self.device))
             self._count_as_done(work, part.last - max(end, part.first))
             end = part.last
         return [*missing, (end, last)] if end < last else missing
@@ -326,8 +325,8 @@ class PartitionedProblem(Problem):
 def _into(values: Tensor, first: int) -> Store:
     """Stores items of a tensor whose row 0 is item `first`."""
 
-    def store(items: slice, found: Tensor) -> None:
-        values[items.start - first : items.stop - first] = found
+    def store(begin: int, end: int, found: Tensor) -> None:
+        values[begin - first : end - first] = found
 
     return store
 
@@ -335,14 +334,10 @@ def _into(values: Tensor, first: int) -> Store:
 def _into_entries(values: Tensor, groups: _Groups) -> Store:
     """Stores the entries of some groups."""
 
-    def store(items: slice, found: Tensor) -> None:
-        values[groups.entries_of(items.start, items.stop)] = found
+    def store(begin: int, end: int, found: Tensor) -> None:
+        values[groups.entries_of(begin, end)] = found
 
     return store
-
-
-def _keep_nothing(begin: int, end: int, found: Tensor) -> None:
-    """Does nothing; used without a checkpoint."""
 
 
 def _begins_with(values: Tensor, head: Tensor) -> bool:

@@ -227,7 +227,8 @@ class Workers(Ranks):
 
     @store_errors_as_rank_errors
     def _follow(self) -> Report:
-        for number in itertools.count():
+        while True:
+            number = next(self._numbers)
             found = self._get(f"work {number}")
             if isinstance(found, Report):
                 self._put(f"{self.rank} is done", None)
@@ -237,7 +238,6 @@ class Workers(Ranks):
             if isinstance(found, Work):
                 self._store.add(f"work {number} was read", 1)
                 self._take_part(number, found)
-        raise AssertionError
 
     def _take_part(self, number: int, work: Work) -> None:
         problem = self.problem

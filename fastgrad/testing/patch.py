@@ -273,14 +273,12 @@ class _Redirection:
 
     def __init__(self, function: FunctionType, body: Any) -> None:
         self.function = function
-        code, function_globals = self.function.__code__, self.function.__globals__
-        self.original = FunctionType(
-            code, function_globals, f"{function.__name__} of torch", self.function.__defaults__
-        )
-        self.original.__kwdefaults__ = self.function.__kwdefaults__
+        name = f"{function.__name__} of torch"
+        self.original = FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
+        self.original.__kwdefaults__ = function.__kwdefaults__
         # Test suites inspect the signature to learn which keywords this version of torch has.
-        vars(self.function)["__signature__"] = inspect.signature(self.function)
-        self.function.__code__ = body.__code__
+        vars(function)["__signature__"] = inspect.signature(function)
+        function.__code__ = body.__code__
 
     def undo(self) -> None:
         """Restores the function's body."""

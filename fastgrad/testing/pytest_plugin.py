@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Generator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from fastgrad._version import __version__
+from fastgrad.core.memory import Result
 from fastgrad.report import index_page
 from fastgrad.report.messages import seconds_text
 from fastgrad.testing.patch import Check, DisagreementError, ask_both, estimate, patch
@@ -69,18 +70,15 @@ class Summary:
             self.differences.append(test)
         if check.report is not None and check.report.verdict == "undecided":
             self.undecided.append(test)
-        self._keep_slowest([[check.ours.seconds, torch_seconds, check.name, engine or "-", test]])
+        self.slowest.append([check.ours.seconds, torch_seconds, check.name, engine or "-", test])
+        self._keep_slowest()
 
     def merge(self, other: dict[str, Any]) -> None:
         """Adds another summary, as its `as_dict` returned it."""
-        for name in ("checkers", "verdicts", "engines", "errors"):
-            getattr(self, name).update(other[name])
-        for name in ("seconds", "torch_seconds", "compared", "lost"):
-            setattr(self, name, getattr(self, name) + other[name])
-        self.differences += other["differences"]
-        self.undecided += other["undecided"]
-        self.reports += other["reports"]
-        self._keep_slowest(other["slowest"])
+        for name, value in other.items():
+            own = getattr(self, name)
+            setattr(self, name, own + type(own)(value))
+        self._keep_slowest()
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, in types that JSON and execnet support."""
@@ -120,24 +118,39 @@ class Summary:
         slower, factor = ("torch", ratio) if ratio >= 1 else ("fastgrad", 1 / ratio)
         return f" ({slower} takes {factor:{'.2g' if factor < 99 else '.0f'}} times as long)"
 
-    def _keep_slowest(self, rows: list[list[Any]]) -> None:
-        self.slowest = sorted(self.slowest + rows, key=lambda row: -float(row[0]))[:SLOWEST]
+    def _keep_slowest(self) -> None:
+        self.slowest = sorted(self.slowest, key=lambda row: -float(row[0]))[:SLOWEST]
 
 
-class Session:
+class Durations:
+    """The durations of tests, including the checks in workers of pytest-xdist."""
+
+    def __init__(self) -> None:
+        self._durations: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Adds up the duration of a test; the process that prints the summary gets the reports of all workers."""
+        self._durations[report.nodeid] = self._durations.get(report.nodeid, 0.0) + report.duration
+
+    def write_durations(self, directory: Path) -> Path:
+        """Writes the durations file of pytest-split; returns its path."""
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "durations.json"
+        path.write_text(json.dumps(self._durations, indent=1, sort_keys=True) + "\n")
+        return path
+
+
+class Session(Durations):
     """The plugin with --fastgrad: torch's checkers are patched until pytest ends."""
 
     def __init__(self, config: pytest.Config, compare: bool, directory: Path | None) -> None:
+        super().__init__()
         self._config = config
         self._compare = compare
         self._directory = directory
         self._summary = Summary()
         self._written: Counter[str] = Counter()
-        self._durations: dict[str, float] = {}
-        stack = ExitStack()
-        # The cleanup runs however the session ends, even if it never begins.
-        config.add_cleanup(stack.close)
-        self._checks = stack.enter_context(patch(compare=compare))
+        self._checks = _until_the_end(config, patch(compare=compare))
         if compare:
             # The first checks import modules, for up to a second; this must not count as time of a test.
             sine = torch.sin, torch.zeros(40, dtype=torch.float64, requires_grad=True)
@@ -165,10 +178,6 @@ class Session:
             report.longrepr = "\n\n".join(differences)
         return report
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Adds up the duration of a test; the process that prints the summary gets the reports of all workers."""
-        self._durations[report.nodeid] = self._durations.get(report.nodeid, 0.0) + report.duration
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
         """Counts the remaining checks; a worker sends its summary."""
@@ -193,20 +202,15 @@ class Session:
         for line in self._summary.lines():
             terminalreporter.line(line)
         if self._directory is not None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._write("summary.json", json.dumps(self._summary.as_dict(), indent=1) + "\n")
-            self._write("durations.json", _durations_text(self._durations))
+            self.write_durations(self._directory)
+            (self._directory / "summary.json").write_text(json.dumps(self._summary.as_dict(), indent=1) + "\n")
             entries = [index_page.Entry(*row) for row in self._summary.reports]
-            self._write("index.html", index_page.page(self._summary.lines(), entries))
+            (self._directory / "index.html").write_text(index_page.page(self._summary.lines(), entries))
             terminalreporter.line(f"reports of {len(self._summary.reports)} failing checks: {self._directory}")
         step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
         if step_summary:
             with Path(step_summary).open("a") as file:
                 file.write("\n".join(["### fastgrad", "", "```", *self._summary.lines(), "```", ""]))
-
-    def _write(self, name: str, text: str) -> None:
-        assert self._directory is not None
-        (self._directory / name).write_text(text)
 
     def _taken(self) -> list[Check]:
         """The checks since the last call."""
@@ -237,15 +241,13 @@ class Session:
         return f"{stem}-{self._written[stem]}.html"
 
 
-class Estimates:
+class Estimates(Durations):
     """The plugin with --fastgrad=estimate: estimates durations, and marks tests with checks as skipped."""
 
     def __init__(self, config: pytest.Config, directory: Path) -> None:
+        super().__init__()
         self._directory = directory
-        self._durations: dict[str, float] = {}
-        stack = ExitStack()
-        config.add_cleanup(stack.close)
-        self._seconds = stack.enter_context(estimate())
+        self._seconds = _until_the_end(config, estimate())
 
     def pytest_report_header(self) -> str:
         """The plugin's line in the header of the session."""
@@ -263,23 +265,19 @@ class Estimates:
             report.longrepr = (str(item.path), item.location[1] or 0, reason)
         return report
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Adds up the duration of a test; gets the reports of all workers."""
-        self._durations[report.nodeid] = self._durations.get(report.nodeid, 0.0) + report.duration
-
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Writes the file and prints its path."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / "durations.json"
-        path.write_text(_durations_text(self._durations))
+        path = self.write_durations(self._directory)
         terminalreporter.section("fastgrad")
         total = seconds_text(sum(self._durations.values()))
         terminalreporter.line(f"{len(self._durations)} tests would take {total}: {path}")
 
 
-def _durations_text(durations: dict[str, float]) -> str:
-    """The durations file of pytest-split."""
-    return json.dumps(durations, indent=1, sort_keys=True) + "\n"
+def _until_the_end(config: pytest.Config, context: AbstractContextManager[Result]) -> Result:
+    """Enters a context, which is left however the session ends, even if it never begins."""
+    stack = ExitStack()
+    config.add_cleanup(stack.close)
+    return stack.enter_context(context)
 
 
 def _property(check: Check) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +36,7 @@ def diagnosis() -> dict[str, Any]:
         "built against": f"torch {native.BUILT_AGAINST}, {_cuda(native.CUDA)}" if native.IS_NATIVE else "nothing",
         "torch": f"{torch.__version__}, {_cuda(torch.version.cuda)}",
         "python": f"{platform.python_version()} ({sys.executable})",
-        "numpy": _version("numpy"),
+        "numpy": np.__version__,
         "platform": platform.platform(),
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {threads} thread{'' if threads == 1 else 's'}"
         f"{'' if _has_openmp() else ', torch without OpenMP'}",
@@ -117,10 +117,3 @@ def _missing() -> list[str]:
 
 def _has_openmp() -> bool:
     return bool(torch.backends.openmp.is_available())  # type: ignore[no-untyped-call]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"

@@ -194,19 +194,20 @@ def _shape(text: str, whole: str) -> tuple[int, ...]:
 
 
 def _options(text: str, whole: str) -> dict[str, str]:
-    options = dict(option.strip().partition("=")[::2] for option in text.split(",")[1:])
+    given = dict(option.strip().partition("=")[::2] for option in text.split(",")[1:])
     known = ("nograd", "noncontiguous", "channels_last", "layout", "blocksize", "density")
-    for name, value in options.items():
+    for name, value in given.items():
         if name not in known or bool(value) != (name in known[3:]):
             raise SpecError(
                 "the options of a tensor are nograd, noncontiguous, channels_last, layout=, blocksize= and density=, "
                 f"got {name + ('=' + value if value else '')!r} in {whole!r}"
             )
-    if options.get("layout", "strided") not in _LAYOUTS:
+    options = {"layout": "strided", "blocksize": "2x2", "density": "0.5", **given}
+    if options["layout"] not in _LAYOUTS:
         raise SpecError(f"layout must be one of {', '.join(_LAYOUTS)}, in {whole!r}")
-    if not re.fullmatch(r"\d+x\d+", options.get("blocksize", "2x2")):
+    if not re.fullmatch(r"\d+x\d+", options["blocksize"]):
         raise SpecError(f"blocksize must be two sizes separated by an x, for example 2x2, in {whole!r}")
-    if not re.fullmatch(_NUMBER, options.get("density", "0.5")) or not 0 <= float(options.get("density", 0.5)) <= 1:
+    if not re.fullmatch(_NUMBER, options["density"]) or not 0 <= float(options["density"]) <= 1:
         raise SpecError(f"density must be a number from 0 to 1, in {whole!r}")
     return options
 
@@ -241,13 +242,13 @@ def _random(
 
 
 def _laid_out(tensor: Tensor, options: dict[str, str], generator: torch.Generator, whole: str) -> Tensor:
-    layout = options.get("layout", "strided")
+    layout = options["layout"]
     if layout != "strided":
         if "noncontiguous" in options or "channels_last" in options:
             raise SpecError(f"noncontiguous and channels_last are for strided tensors, in {whole!r}")
-        specified = torch.rand(tensor.shape, generator=generator) < float(options.get("density", 0.5))
+        specified = torch.rand(tensor.shape, generator=generator) < float(options["density"])
         tensor = tensor * specified
-        blocks = tuple(int(size) for size in options.get("blocksize", "2x2").split("x"))
+        blocks = tuple(int(size) for size in options["blocksize"].split("x"))
         convert: Callable[..., Tensor] = getattr(tensor, f"to_sparse_{layout}")
         return convert(blocks) if layout in ("bsr", "bsc") else convert()
     if "channels_last" in options:

@@ -86,10 +86,6 @@ class Subject:
         """The positions of the inputs that require grad."""
         return [i for i, value in enumerate(self.inputs) if value.requires_grad]
 
-    def with_checked(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        """Inputs in which the checked ones are leaves with other values or another layout."""
-        return self.with_changed(change, set(self.checked))
-
     def with_changed(self, change: Callable[[Tensor], Tensor], chosen: set[int]) -> tuple[Tensor, ...]:
         """Inputs in which the chosen ones are leaves with other values or another layout."""
         return tuple(

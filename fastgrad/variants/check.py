@@ -17,7 +17,7 @@ from fastgrad.core.errors import is_of_fastgrad
 from fastgrad.problem.arguments import flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
-from fastgrad.problem.validation import check_kwargs, check_seed, disabled_gradients
+from fastgrad.problem.validation import check_kwargs, check_seed, disabled_gradients, number_of
 from fastgrad.report.variants import VariantRow, VariantsReport, VariantVerdict
 from fastgrad.variants import compilation, derivatives, layouts, points, state
 from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, subject_of
@@ -151,10 +151,7 @@ def _check_arguments(seconds: object, kwargs: object, keywords: dict[str, Any]) 
     disabled = disabled_gradients()
     if disabled is not None:
         raise ValueError(f"check_variants records gradients, but {disabled}.")
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"seconds must be a number, got {seconds!r}.")
-    if not seconds >= 0:
-        raise ValueError(f"seconds must be at least zero, got {seconds!r}.")
+    number_of("seconds", seconds)
 
 
 def _chosen(among: list[Variant], only: Sequence[str] | None, compiled: bool) -> list[Variant]:
@@ -255,10 +252,11 @@ def _at_a_chosen_point(case: Case, verdict: VariantVerdict, line: str) -> tuple[
         return "undecided", f"the check fails here, but next to this point func raises {_first_line(error)}"
     if found is None:
         return "undecided", "the check fails here, but the Jacobian is too large to test whether the derivative exists"
-    if found.wrong or not found.without:
+    without, wrong = found
+    if wrong or not without:
         return verdict, line
     return "no derivative", (
-        f"{found.without} {'entry has' if found.without == 1 else 'entries have'} no derivative: the one-sided "
+        f"{without} {'entry has' if without == 1 else 'entries have'} no derivative: the one-sided "
         "derivatives differ, are infinite, or are hidden by rounding of the output"
     )
 

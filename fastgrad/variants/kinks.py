@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,17 +29,10 @@ ROUNDING = 16.0
 """Allowed rounding of an output, in unit roundoffs: of its two values and of the operations of a usual function."""
 
 
-@dataclass(frozen=True)
-class Examined:
-    """Numbers of entries without a derivative, and of entries whose gradient is not the derivative."""
-
-    without: int
-    wrong: int
-
-
-def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> Examined | None:
+def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[int, int] | None:
     """Examines every entry from both sides; None if there are too many. A complex number counts as two real ones.
 
+    Returns the numbers of entries without a derivative, and of entries whose gradient is not the derivative.
     An entry whose effect on the output is smaller than its rounding counts as one without a derivative.
     An output has a derivative if it has one along each coordinate, and if these add up along other directions. For
     example, the median of equal numbers does not change if one of them changes, but it changes if all do.
@@ -68,7 +60,7 @@ def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> Examined | No
     # Zeros of a grad_output times an infinite derivative are NaN, and affect the whole column.
     not_finite_once = ~exists.all(0) & ~gradient.isfinite()
     wrong = exists & ~not_finite_once & ~((gradient - slopes).abs() <= _allowed(slopes.abs()))
-    return Examined(int((~exists).sum()), int(wrong.sum()))
+    return int((~exists).sum()), int(wrong.sum())
 
 
 def _allowed(size: Tensor) -> Tensor:

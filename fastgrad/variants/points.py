@@ -19,12 +19,10 @@ def _is_positive(tensor: Tensor) -> bool:
 
 def _at(change: Callable[[Tensor], Tensor], keeps_sign: bool = True) -> Callable[[Subject], Case]:
     def make(subject: Subject) -> Case:
-        if not keeps_sign and all(_is_positive(tensor) for tensor in subject.tensors()):
+        chosen = {i for i in subject.checked if keeps_sign or not _is_positive(subject.inputs[i].detach())}
+        if not chosen:
             raise NotApplicableError("only positive points are tested, because the inputs are positive everywhere")
-        return Case(
-            subject.func,
-            subject.with_checked(lambda x: change(x) if keeps_sign or not _is_positive(x) else x.clone()),
-        )
+        return Case(subject.func, subject.with_changed(change, chosen))
 
     return make
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgrad.model.fingerprint import fingerprint
+from fastgrad.model.fingerprint import _factors, fingerprint
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
 
@@ -41,6 +41,14 @@ def test_changes_of_the_uppermost_bits_do_not_cancel(dtype: torch.dtype, size: i
     moved[0][0], moved[1][1] = -0.0, -0.0
     found = [fingerprint(one) for one in (tensor, -tensor, two, zeros, -zeros, *moved)]
     assert len(set(found)) == len(found)
+
+
+def test_products_whose_bits_are_all_inverted_do_not_collide() -> None:
+    word = torch.tensor([12345, 0])
+    inverse = pow(int(_factors(word.device)[0][0]), -1, 1 << 64)
+    other = word.clone()
+    other[0] = (-12345 - inverse + (1 << 63)) % (1 << 64) - (1 << 63)
+    assert fingerprint(other) != fingerprint(word)
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
