@@ -13,16 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fastgrad.core import torch_private
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from fastgrad.core.memory import Parameters, Result
 
 _HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats of rank 0."""
@@ -54,11 +52,11 @@ class RankError(RuntimeError):
     """A rank raised, exited, or did not answer in time."""
 
 
-def store_errors_as_rank_errors(method: Callable[P, T]) -> Callable[P, T]:
+def store_errors_as_rank_errors(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorates a method: a network error of the store becomes a `RankError`, because rank 0 may have exited."""
 
     @wraps(method)
-    def using(*arguments: P.args, **keywords: P.kwargs) -> T:
+    def using(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
         try:
             return method(*arguments, **keywords)
         except dist.DistNetworkError as error:

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+from fastgrad.core.memory import Parameters, Result
 
 profiler_is_enabled: Callable[[], bool] = _profiler_enabled
 """Whether torch.profiler records in this thread."""

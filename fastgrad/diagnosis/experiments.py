@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
+from fastgrad.core.memory import Result
 from fastgrad.core.tensors import element_number
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
@@ -19,8 +19,6 @@ MORE_CALLS = 96
 
 SECONDS = 1.0
 """Largest wall time of the experiments, in seconds; with the measured time of a call, it limits their calls."""
-
-Result = TypeVar("Result")
 
 
 class Experiments:

@@ -108,7 +108,7 @@ class Panel:
     title: str
     caption: str
     size: tuple[float, float]
-    draw: Callable[[Axes, str], None]
+    draw: Callable[[Axes], None]
 
 
 def panels_of(report: ReportData) -> list[Panel]:
@@ -122,7 +122,7 @@ def panels_of(report: ReportData) -> list[Panel]:
                 "Entries of the Jacobian by output element and input element, both in C order. Each cell shows its "
                 f"largest ratio of error to tolerance. {_sampled(report, entries)}",
                 (6.4, 5.9),
-                lambda axes, ink: _draw_map(axes, ink, entries, messages.names_of(report, failure)),
+                lambda axes: _draw_map(axes, entries, messages.names_of(report, failure)),
             )
         )
         panels.append(
@@ -131,7 +131,7 @@ def panels_of(report: ReportData) -> list[Panel]:
                 "The error of each entry against its tolerance, atol + rtol |numerical|. Entries above the line "
                 "fail. Errors of zero are on the lower edge.",
                 (5.6, 3.6),
-                lambda axes, ink: _draw_errors(axes, ink, entries),
+                lambda axes: _draw_errors(axes, entries),
             )
         )
     if failure is not None and failure.convergence and failure.comparison and failure.comparison.worst:
@@ -142,7 +142,7 @@ def panels_of(report: ReportData) -> list[Panel]:
                 "Central differences of the worst entry for large to small steps. Where they are constant, they give "
                 "the derivative. The dashed line is the analytical value.",
                 (5.6, 3.6),
-                lambda axes, ink: _draw_convergence(axes, ink, failure, worst, report.settings.of(failure.input or 0)),
+                lambda axes: _draw_convergence(axes, failure, worst, report.settings.of(failure.input or 0)),
             )
         )
     return panels
@@ -166,7 +166,7 @@ def figure(report: ReportData) -> Figure:
         raise ValueError(f"the report has no entries to plot: {why}.")
     drawn: Figure = figures.Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
     for axes, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        panel.draw(axes, "black")
+        panel.draw(axes)
         axes.set_title(panel.title, pad=38)  # above its legend
     drawn.suptitle(messages.key_phrase(report, report.failure).partition("\n")[0].rstrip(":"))
     return drawn
@@ -187,11 +187,15 @@ def svg_of(panel: Panel) -> str:
 
     figures = _matplotlib_figures()
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "fastgrad", "font.family": "sans-serif", "font.size": 11}
+    settings |= dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _SENTINEL
+    )
+    settings |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none")
     with matplotlib.rc_context(settings):
-        drawn = figures.Figure(figsize=panel.size, layout="constrained", facecolor="none")
-        panel.draw(drawn.subplots(), _SENTINEL)
+        drawn = figures.Figure(figsize=panel.size, layout="constrained")
+        panel.draw(drawn.subplots())
         text = io.StringIO()
-        drawn.savefig(text, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
+        drawn.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].replace(_SENTINEL, "currentColor")
     # The ids in every figure are numbered from one. A prefix makes them unique on a page with several figures.
@@ -200,18 +204,14 @@ def svg_of(panel: Panel) -> str:
     return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
 
 
-def _ink(axes: Axes, ink: str) -> None:
-    """Colors the axes, labels and title, and makes the background transparent."""
-    axes.set_facecolor("none")
-    axes.tick_params(which="both", colors=ink)
-    axes.xaxis.label.set_color(ink)
-    axes.yaxis.label.set_color(ink)
-    axes.title.set_color(ink)
-    for spine in axes.spines.values():
-        spine.set_color(ink)
+def _ink() -> str:
+    """The color of text."""
+    import matplotlib
+
+    return str(matplotlib.rcParams["text.color"])
 
 
-def _draw_map(axes: Axes, ink: str, entries: Entries, names: tuple[str, str]) -> None:
+def _draw_map(axes: Axes, entries: Entries, names: tuple[str, str]) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     sides = []
@@ -247,13 +247,10 @@ def _draw_map(axes: Axes, ink: str, entries: Entries, names: tuple[str, str]) ->
     axes.set_xlabel(f"element of {names[1]}")
     bar = axes.figure.colorbar(image, ax=axes, ticks=[-4, -2, 0, 2, 4], shrink=0.9)
     bar.ax.set_yticklabels(["≤ 1e-4", "0.01", "1", "100", "≥ 1e4"], fontsize="small")
-    bar.set_label("error / tolerance", color=ink)
-    bar.ax.tick_params(colors=ink)
-    bar.outline.set_edgecolor(ink)
-    _ink(axes, ink)
+    bar.set_label("error / tolerance")
 
 
-def _draw_errors(axes: Axes, ink: str, entries: Entries) -> None:
+def _draw_errors(axes: Axes, entries: Entries) -> None:
     finite = np.isfinite(entries.error) & np.isfinite(entries.allowed)
     error, allowed, failing = entries.error[finite], entries.allowed[finite], entries.failing[finite]
     positive = np.concatenate([error[error > 0], allowed[allowed > 0]])
@@ -278,17 +275,17 @@ def _draw_errors(axes: Axes, ink: str, entries: Entries) -> None:
     tolerances = allowed[allowed > 0]
     if tolerances.size:
         ends = np.array([tolerances.min() / 1.5, tolerances.max() * 1.5])
-        axes.plot(ends, ends, color=ink, linewidth=1.2, label="error = tolerance")
+        axes.plot(ends, ends, color=_ink(), linewidth=1.2, label="error = tolerance")
         axes.set_xlim(*ends)
     axes.set_ylim(floor, high * 3)
     axes.set_xlabel("tolerance, atol + rtol |numerical|")
     axes.set_ylabel("error, |analytical - numerical|")
     if not finite.all():
         axes.set_title(f"without {int((~finite).sum())} entries that are not finite", fontsize="small")
-    _finish(axes, ink)
+    _finish(axes)
 
 
-def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, own: Tolerances) -> None:
+def _draw_convergence(axes: Axes, failure: Failure, worst: Entry, own: Tolerances) -> None:
     steps = np.array([difference.step for difference in failure.convergence])
     estimates = np.array([complex(difference.estimate) for difference in failure.convergence])
     analytical, numerical = complex(worst.analytical), complex(worst.numerical)
@@ -299,7 +296,7 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, own:
         floor = max(1e-18 * worst.difference, 1e-3 * min([worst.allowed, *distance[distance > 0]]))
         axes.plot(steps, np.maximum(distance, floor), "o-", color=RIGHT, markersize=4, label="difference at one step")
         axes.axhline(worst.difference, color=WRONG, linestyle="--", label="analytical value")
-        axes.axhline(worst.allowed, color=ink, linewidth=1.2, label="tolerance")
+        axes.axhline(worst.allowed, color=_ink(), linewidth=1.2, label="tolerance")
         axes.set_yscale("log")
         axes.set_ylabel("distance from the derivative")
     else:
@@ -310,9 +307,9 @@ def _draw_convergence(axes: Axes, ink: str, failure: Failure, worst: Entry, own:
             axes.axhline(float(size(analytical)), color=WRONG, linestyle="--", label="analytical value")
         axes.set_ylabel("derivative" + (", modulus" if complex_valued else ""))
         axes.set_yscale("symlog", linthresh=max(own.atol, 1e-12))
-    axes.axvline(own.eps, color=ink, linestyle=":", linewidth=1.2, label=f"eps = {own.eps:g}")
+    axes.axvline(own.eps, color=_ink(), linestyle=":", linewidth=1.2, label=f"eps = {own.eps:g}")
     axes.set_xlabel("step")
-    _finish(axes, ink)
+    _finish(axes)
 
 
 def _plain_ticks(axis: Axis) -> None:
@@ -323,8 +320,8 @@ def _plain_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(lambda value, _: f"{value:g}" if narrow and f"{value:e}"[0] in "25" else "")
 
 
-def _finish(axes: Axes, ink: str) -> None:
-    """Sets plain tick labels, a legend above the data, and the colors."""
+def _finish(axes: Axes) -> None:
+    """Sets plain tick labels, and a legend above the data."""
     for axis in (axes.xaxis, axes.yaxis):
         _plain_ticks(axis)
     if lines := axes.get_legend_handles_labels()[0]:
@@ -333,9 +330,7 @@ def _finish(axes: Axes, ink: str) -> None:
             bbox_to_anchor=(0.5, 1.0),
             ncols=2 if len(lines) == 4 else 3,
             frameon=False,
-            labelcolor=ink,
             fontsize="small",
             handletextpad=0.4,
             columnspacing=1.2,
         )
-    _ink(axes, ink)

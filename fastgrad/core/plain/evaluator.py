@@ -7,17 +7,17 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fastgrad.core.memory import Result
 from fastgrad.core.plain import operators as ops
 from fastgrad.core.plain.operators import coordinate_count, hidden_from_autograd, real_coordinates
 from fastgrad.core.torch_private import MKLDNN, bytes_needed, dual_level, is_dispatched_to_python, make_dual, tangent_of
 
-Result = TypeVar("Result")
 Changed = tuple[int, int, Any]
 _TURN = threading.RLock()
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastgrad.core.memory import Parameters, Result
 from fastgrad.core.torch_private import below_autograd
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 
 def hidden_from_autograd(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
