@@ -98,6 +98,15 @@ def _of_kind(failure: Failure, notes: Sequence[str]) -> Iterator[Cause]:
 # Properties of func: whether it varies from call to call, is curved, or rounds.
 
 
+_OF_ISSUES = {
+    "low precision": ("differences over many steps", 0.9),
+    "kink": ("one-sided differences", 0.95),
+    "discontinuity": ("differences over many steps", 0.96),
+    "not finite": ("values at x", 0.98),
+}
+"""Evidence and confidence of the causes that re-measuring an entry shows."""
+
+
 def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     if evidence.func_varies:
         yield Cause(
@@ -115,14 +124,8 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
             "checked for all output values that change at a point next to x, except integers",
             0.96,
         )
-    elif failure.numerical_issue == "low precision":
-        yield Cause("low precision", failure.detail, "differences over many steps", 0.9)
-    elif failure.numerical_issue == "kink":
-        yield Cause("kink", failure.detail, "one-sided differences", 0.95)
-    elif failure.numerical_issue == "discontinuity":
-        yield Cause("discontinuity", failure.detail, "differences over many steps", 0.96)
-    elif failure.numerical_issue == "not finite":
-        yield Cause("not finite", failure.detail, "values at x", 0.98)
+    elif failure.numerical_issue is not None and failure.numerical_issue != "not converged":
+        yield Cause(failure.numerical_issue, failure.detail, *_OF_ISSUES[failure.numerical_issue])
     worst = failure.comparison.worst if failure.comparison else None
     own = settings.of(failure.input or 0)
     if worst is not None and evidence.slopes:
@@ -332,22 +335,23 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
         return  # the tolerance is infinite as well, so every value would be within it
     tolerances = settings.of(failure.input or 0)
     allowed = tolerances.atol + tolerances.rtol * modulus(numerical)
-    both = settings.check_forward_ad and settings.check_backward_ad
     adjoint = "" if evidence.adjoint_error is None else f"; error of the adjoint test {evidence.adjoint_error:.1e}"
+    measure = f"{name} mode gives {_number(other)}{adjoint}"
+    confidence = 0.97 if settings.check_forward_ad and settings.check_backward_ad else 0.45
     if modulus(other - numerical) <= allowed:
         yield Cause(
             "modes disagree",
             f"{name} mode gives the right value of the worst entry, so only {own} is wrong",
-            f"{name} mode gives {_number(other)}{adjoint}",
-            0.97 if both else 0.45,
+            measure,
+            confidence,
         )
     elif modulus(other - analytical) <= EXACT * modulus(analytical) and modulus(other) > 0:
         yield Cause(
             "both modes wrong",
             "forward and reverse mode agree with each other but not with func: a formula that both use is wrong, or "
             "func does not compute what the formula assumes",
-            f"{name} mode gives {_number(other)}{adjoint}",
-            0.97 if both else 0.45,
+            measure,
+            confidence,
         )
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class Hypotheses:
             f"{names} {'was' if len(dependent) == 1 else 'were'} computed from {self.name_of(block)}; autograd "
             "includes this dependence, and differences do not: pass independent tensors, "
             "tensor.detach().requires_grad_()",
-            lambda one: (one.u[self.input.slice] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
+            partial(self._with_leaf, leaf),
         )
 
     def confirms(self, rule: Rule) -> bool | None:
@@ -194,7 +194,7 @@ class Hypotheses:
             "saved tensor",
             f"backward uses {name} in place of output {output.position}: the gradient would be right if {name} had the "
             f"values of output {output.position}",
-            lambda one: (one.u[self.input.slice] * self._gradient_with(block, leaf, one.v), one.v * one.slope),
+            partial(self._with_leaf, leaf),
         )
 
     def rearranged(self) -> Explanation | None:
@@ -326,14 +326,14 @@ class Hypotheses:
                 values.append(self.problem.evaluate(self.record_graph, away + sign * step * u))
         return (values[0] - values[1]) / (2 * step)
 
-    def _gradient_with(self, block: Block, leaf: Tensor, v: Tensor) -> Tensor:
-        """v^T J with respect to `leaf`, which func gets in place of an input: float64, shape (coordinates,)."""
-        output = self.problem.evaluate_with([block], [leaf])[self.output.index]
-        own = v[self.output.slice]
+    def _with_leaf(self, leaf: Tensor, one: _Vectors) -> Sums:
+        """Sums that are equal if the gradient is right with `leaf` in place of the input."""
+        output = self.problem.evaluate_with([self.input], [leaf])[self.output.index]
+        own = one.v[self.output.slice]
         inputs = [native.InputBlock(leaf, 0, 0.0)]
         products, _ = native.vjp_coordinates(native.Graph((output,), (leaf,)), inputs, own.unsqueeze(0))
         self.problem.vjps += 1
-        return products[0]
+        return one.u[self.input.slice] * products[0], one.v * one.slope
 
     def _transposed(self, one: _Vectors) -> Sums:
         output, block = self.output, self.input

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -69,12 +68,12 @@ class Samples(Experiments):
         )
 
     def _whole(self, output: Block, block: Block) -> Sample:
-        numerical = self._columns(block, range(block.size // block.width))
+        numerical = self._problem.difference_columns(block.first, block.size, self._settings.eps, self._record)
         if self._failure.mode == "forward":
             tangents, _ = self._problem.tangent_columns(block.first, block.size)
-            found = self._entries(tangents, output, block)
-            return self._of_matrices(found, self._entries(numerical, output, block), output, block)
-        analytical = self._rows(output, block, range(output.tensor.numel()))
+            analytical = self._entries(tangents, output, block)
+        else:
+            analytical = self._rows(output, block, 0, output.tensor.numel())
         return self._of_matrices(analytical, self._entries(numerical, output, block), output, block)
 
     def _part(self, output: Block, block: Block, worst: Entry) -> Sample:
@@ -87,28 +86,21 @@ class Samples(Experiments):
         budget = self._left() - 40
         count = max(1, min(MAX_COLUMNS, budget // (4 * block.width)))
         chosen = chosen[:count]
-        numerical = self._entries(self._columns(block, chosen), output, block)
+        columns = [block.first + block.width * element for element in chosen]
+        eps, width = self._settings.eps, block.width
+        measured = [self._problem.difference_columns(column, width, eps, self._record) for column in columns]
+        numerical = self._entries(torch.cat(measured), output, block)
         # Rows with the largest entry of a chosen column: in a sparse Jacobian, most other rows are zero there.
         row = element_number(worst.output_index, output.tensor.shape)
         sizes = numerical.abs().nan_to_num(0.0)
         rows = [row, *sizes.argmax(0).tolist(), *_around(row, tuple(output.tensor.shape), self._settings.seed)]
         rows = list(dict.fromkeys(rows))[: max(2 * count, min(MAX_ROWS, budget // 2))]
         if self._failure.mode == "forward":
-            columns = (block.first + block.width * element for element in chosen)
-            own = torch.cat([self._problem.tangent_columns(column, block.width)[0] for column in columns])
+            own = torch.cat([self._problem.tangent_columns(column, width)[0] for column in columns])
             analytical = self._entries(own, output, block)[rows]
         else:
-            analytical = self._rows(output, block, rows)[:, chosen]
+            analytical = torch.cat([self._rows(output, block, element, 1) for element in rows])[:, chosen]
         return self._of_matrices(analytical, numerical[rows], output, block, rows, chosen)
-
-    def _columns(self, block: Block, elements: Iterable[int]) -> Tensor:
-        """Numerical columns of some elements of an input: float64, shape (coordinates, m)."""
-        eps, width = self._settings.eps, block.width
-        elements = list(elements)
-        if elements == list(range(block.size // width)):
-            return self._problem.difference_columns(block.first, block.size, eps, self._record)
-        columns = (block.first + width * element for element in elements)
-        return torch.cat([self._problem.difference_columns(j, width, eps, self._record) for j in columns])
 
     def _entries(self, columns: Tensor, output: Block, block: Block) -> Tensor:
         """Entries of the failing part from columns (coordinates, m): shape (output elements, input elements)."""
@@ -120,16 +112,11 @@ class Samples(Experiments):
         own = own[:, imaginary :: output.width].t()
         return _paired(own) if block.is_complex else own
 
-    def _rows(self, output: Block, block: Block, elements: Iterable[int]) -> Tensor:
-        """Analytical rows of some elements of an output: shape (elements, input elements)."""
+    def _rows(self, output: Block, block: Block, first: int, count: int) -> Tensor:
+        """Analytical rows of some successive elements of an output: shape (count, input elements)."""
         imaginary = self._failure.part == "imaginary"
-        elements = list(elements)
-        runs = [(elements[0], len(elements))] if elements == list(range(output.tensor.numel())) else None
-        rows = [
-            self._problem.analytical_rows(output, imaginary, first, count, [block])[0]
-            for first, count in runs or [(element, 1) for element in elements]
-        ]
-        return _paired(torch.cat(rows)) if block.is_complex else torch.cat(rows)
+        rows, _, _ = self._problem.analytical_rows(output, imaginary, first, count, [block])
+        return _paired(rows) if block.is_complex else rows
 
     def _of_matrices(
         self,
