@@ -348,7 +348,8 @@ shape (rows, elements)."""
 def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
     """Yields rows from a native loop, with one VJP per row; the rows of a block fit in a cache."""
     natives = [native.InputBlock(value, 0, 0.0) for value in inputs]
-    size = sum(value.numel() * (2 if value.is_complex() else 1) for value in inputs)
+    sizes = [value.numel() * (2 if value.is_complex() else 1) for value in inputs]
+    size = sum(sizes)
     step = max(1, BLOCK_BYTES // (8 * max(1, size)))
     graph = native.Graph(outputs, inputs)
     for o, output in enumerate(outputs):
@@ -362,13 +363,8 @@ def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
                 raise RuntimeError(
                     f"The backward of output {o} returned a gradient whose size is not that of the input."
                 )
-            parts, start = [], 0
-            for value in inputs:
-                width = 2 if value.is_complex() else 1
-                part = rows[:, start : start + width * value.numel()]
-                start += width * value.numel()
-                parts.append(torch.complex(part[:, ::2], part[:, 1::2]) if width == 2 else part)
-            yield o, first, parts
+            parts = zip(inputs, rows.split_with_sizes(sizes, 1), strict=True)
+            yield o, first, [torch.complex(x[:, ::2], x[:, 1::2]) if value.is_complex() else x for value, x in parts]
 
 
 def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows:

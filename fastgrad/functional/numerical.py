@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -213,9 +214,7 @@ def _of_elements(found: Differences, inputs: Tensors, outputs: Tensors, forward:
 
 def _elements(blocks: Sequence[Block], tensors: Tensors) -> tuple[Tensor, Tensor, int]:
     """The element of each coordinate; its part (0: real, 1: imaginary); and the number of elements of all tensors."""
-    firsts = [0]
-    for tensor in tensors:
-        firsts.append(firsts[-1] + tensor.numel())
+    firsts = list(accumulate((tensor.numel() for tensor in tensors), initial=0))
     device = tensors[0].device if tensors else None
     coordinates = [torch.arange(block.size, device=device) for block in blocks]
     none = torch.zeros(0, dtype=torch.int64, device=device)

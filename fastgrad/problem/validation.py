@@ -12,18 +12,11 @@ from torch import Tensor
 
 from fastgrad.core import torch_private
 from fastgrad.core.errors import warn
+from fastgrad.core.precision import LOWER
 from fastgrad.problem.coordinates import Block, overlap, overlaps_itself, own_values
 
-_SUPPORTED = frozenset(
-    (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.complex128, torch.complex64, torch.complex32),
-    )
-)
+_SUPPORTED = frozenset({torch.float64, torch.complex128, *LOWER})
 """Dtypes whose elements the compiled module can perturb and read."""
-
-_SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
 
 DISABLED = "gradients are disabled here"
 """The beginning of the text of `disabled_gradients`."""
@@ -184,10 +177,8 @@ def check_outputs(results: tuple[Any, ...]) -> None:
             raise ValueError(f"Result {i} of func is on the meta device: a gradient check needs values.")
         if value.dtype not in _SUPPORTED:
             raise NotImplementedError(f"fastgrad does not support {value.dtype}, the dtype of result {i} of func.")
-        kind = (
-            "Sparse" if value.layout in _SPARSE_LAYOUTS else "MKLDNN" if value.layout is torch_private.MKLDNN else None
-        )
-        if kind:
+        if value.layout is not torch.strided:
+            kind = "MKLDNN" if value.layout is torch_private.MKLDNN else "Sparse"
             raise ValueError(
                 f"{kind} output is not supported at gradcheck yet. "
                 "Return output.to_dense(masked_grad=...) from func instead."
