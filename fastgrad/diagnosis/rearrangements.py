@@ -112,15 +112,7 @@ def structure_causes(sample: Sample, settings: Tolerances) -> Iterator[Cause]:
     matrices = _matrices(sample, settings)
     if matrices is None:
         return
-    explanations = (
-        _of_rearrangements,
-        _of_transpose,
-        _of_broadcasting,
-        _of_permutations,
-        _of_dimensions,
-        _of_reductions,
-    )
-    for explain in explanations:
+    for explain in (_of_rearrangements, _of_broadcasting, _of_permutations, _of_dimensions, _of_reductions):
         found = list(explain(matrices, sample))
         yield from found
         if found:
@@ -181,37 +173,35 @@ def _nearest_first(size: int, most: int) -> Iterable[int]:
 
 
 def _of_rearrangements(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """The cause if the entries are right, but rearranged along the dimensions of the input or of the output."""
+    """The cause if the entries are right, but rearranged."""
+    for name, text, rearranged in _rearranged(matrices, sample):
+        count = matrices.explains(rearranged)
+        if count > 1:
+            yield Cause(name, text, f"explains all {count} wrong entries", 0.94)
+            return
+
+
+def _rearranged(matrices: _Matrices, sample: Sample) -> Iterator[tuple[CauseName, str, Tensor]]:
+    """Yields the numerical Jacobian with other orders of inputs or outputs, then transposed, with name and text."""
+    n, outputs = matrices.numerical, matrices.outputs
     sides: tuple[tuple[Side, int, tuple[int, ...]], ...] = (
-        ("input", matrices.outputs, sample.input_shape),
+        ("input", outputs, sample.input_shape),
         ("output", 0, sample.output_shape),
     )
     for side, first, shape in sides:
-        for rearrangement in rearrangements(shape, side):
-            count = matrices.explains(rearrangement.apply(matrices.numerical, first))
-            if count > 1:
-                yield Cause(rearrangement.name, rearrangement.text, f"explains all {count} wrong entries", 0.94)
-                return
-
-
-def _of_transpose(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
-    """The cause if the Jacobian is transposed, in all dimensions or along one."""
+        for one in rearrangements(shape, side):
+            yield one.name, one.text, one.apply(n, first)
     if sample.input_shape != sample.output_shape or not sample.output_shape:
         return
-    n, outputs = matrices.numerical, matrices.outputs
+    nonzero = n.reshape(math.prod(sample.output_shape), -1) != 0
+    is_permutation = all(bool((nonzero.sum(dim) <= 1).all()) for dim in (0, 1))
     candidates = [("", n.permute(*range(outputs, n.dim()), *range(outputs)))]
     candidates += [(f"along dimension {dim} ", n.transpose(dim, outputs + dim)) for dim in range(outputs)]
     for along, transposed in candidates:
-        count = matrices.explains(transposed)
-        if count < 2:
-            continue
-        measure = f"explains all {count} wrong entries"
-        flat = n.reshape(math.prod(sample.output_shape), -1) != 0
-        if bool((flat.sum(0) <= 1).all()) and bool((flat.sum(1) <= 1).all()):
-            yield Cause("permuted", _INVERSE, measure, 0.94)
+        if is_permutation:
+            yield "permuted", _INVERSE, transposed
         else:
-            yield Cause("transposed", ADJOINT.format(along), measure, 0.94)
-        return
+            yield "transposed", ADJOINT.format(along), transposed
 
 
 _INVERSE = "backward applies the permutation of forward instead of its inverse"
