@@ -66,7 +66,8 @@ class Candidates:
         if self._certifies and takes_long(2 * self.pattern.most_in_row, self._look):
             dense = self.pattern.dense_rows()
             rows = dense if dense.any() else None
-        return compressed.compress(self._problem, self.pattern, rows, self._excluded_columns)
+        problem, excluded = self._problem, (rows, self._excluded_columns)
+        return compressed.compress(self.pattern, problem.inputs, problem.outputs, problem.device, *excluded)
 
     def exclude_columns(self) -> bool:
         """Excludes dense columns, whose rows are all in different groups; returns whether there are any.

@@ -181,7 +181,7 @@ def _forward_only(problem: Problem, settings: Settings, look: FirstLook, finding
     patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look))
     finders = patterns.guess, partial(patterns.probe, watch_gradients=False), patterns.align
     for pattern in filter(None, (find() for find in finders)):
-        compression = compressed.compress(problem, pattern)
+        compression = compressed.compress(pattern, problem.inputs, problem.outputs, problem.device)
         if not pays_to_compress(problem, settings, compression.column_groups.count, 0):
             continue
         plan = _plan(problem, settings, look, compression)
@@ -246,7 +246,7 @@ def _compressions(
     without_gradients = partial(patterns.probe, watch_gradients=False)
     finders = patterns.guess, patterns.decode, patterns.probe, without_gradients, patterns.align
     for pattern in filter(None, (find() for find in finders)):
-        compression = compressed.compress(problem, pattern)
+        compression = compressed.compress(pattern, problem.inputs, problem.outputs, problem.device)
         columns, rows = compression.column_groups.count, sum(grouping.count for grouping in compression.row_groups)
         if pays_to_compress(problem, settings, columns, rows):
             plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin)

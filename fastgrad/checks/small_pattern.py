@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
@@ -32,7 +31,7 @@ from fastgrad.engines.compressed import compress
 from fastgrad.engines.grad_output_kinds import DENSE, GRAD_OUTPUT_KINDS
 from fastgrad.engines.plan import admitted_entries, sketch_size, small_pattern_pays, takes_first_look
 from fastgrad.engines.sketch import derivatives_vary
-from fastgrad.problem.coordinates import Block
+from fastgrad.problem.coordinates import Block, blocks_of
 from fastgrad.problem.first_look import KnownLook, values_vary
 from fastgrad.report.settings import Settings
 from fastgrad.structure import sparsity
@@ -56,24 +55,6 @@ outputs, this evaluation would refute few wrong guesses."""
 NOISE_MARGIN = 9.0
 """Factor of the noise, which is measured along the first direction. Components of directions differ by factors of up to
 3, and errors from curvature by factors of up to 9."""
-
-
-@dataclass(frozen=True)
-class _Shapes:
-    """The coordinates of real strided tensors of some shapes."""
-
-    inputs: tuple[Block, ...]
-    outputs: tuple[Block, ...]
-    device = torch.device("cpu")
-    mixes_inputs = False
-
-    @property
-    def n(self) -> int:
-        return self.inputs[-1].end
-
-    @property
-    def m(self) -> int:
-        return self.outputs[-1].end
 
 
 def guessed_pattern(check: SmallCheck, settings: Settings) -> SmallPattern | None:
@@ -189,47 +170,42 @@ def _guesses(check: SmallCheck, settings: Settings) -> Iterator[SmallPattern]:
     values, results = (flattened([tensor.detach() for tensor in side]).numpy() for side in sides)
     pattern = sparsity.guess_moved(values, results, np.ones(results.size, dtype=np.bool_))
     if pattern is not None:
-        yield _in_groups(_Shapes(*(_blocks(side) for side in shapes)), pattern)
+        yield _in_groups(pattern, *map(_blocks, shapes))
 
 
 @lru_cache(16)
 def _guesses_by_shape(inputs: tuple[torch.Size, ...], outputs: tuple[torch.Size, ...]) -> tuple[SmallPattern, ...]:
-    shapes = _Shapes(_blocks(inputs), _blocks(outputs))
-    guesses = (
-        sparsity.guess_pointwise(shapes.inputs, shapes.outputs),
-        sparsity.guess_in_order(shapes.inputs, shapes.outputs),
-    )
-    return tuple(_in_groups(shapes, pattern) for pattern in guesses if pattern is not None)
+    sides = _blocks(inputs), _blocks(outputs)
+    guesses = sparsity.guess_pointwise(*sides), sparsity.guess_in_order(*sides)
+    return tuple(_in_groups(pattern, *sides) for pattern in guesses if pattern is not None)
 
 
 def _blocks(shapes: tuple[torch.Size, ...]) -> tuple[Block, ...]:
-    blocks: list[Block] = []
-    for number, shape in enumerate(shapes):
-        first = blocks[-1].end if blocks else 0
-        blocks.append(Block(number, number, torch.empty(shape, device="meta"), first, shape.numel()))
-    return tuple(blocks)
+    """The coordinates of real strided tensors of some shapes."""
+    tensors = [torch.empty(shape, device="meta") for shape in shapes]
+    return blocks_of(tensors, range(len(shapes)), once=False)
 
 
-def _in_groups(shapes: _Shapes, pattern: Pattern) -> SmallPattern:
-    compression = compress(shapes, pattern)
+def _in_groups(pattern: Pattern, inputs: tuple[Block, ...], outputs: tuple[Block, ...]) -> SmallPattern:
+    compression = compress(pattern, inputs, outputs, torch.device("cpu"))
     vectors: list[Tensor] = []
     only: list[int] = []
     one_hot: list[int] = []
     row_groups = torch.empty(pattern.nnz, dtype=torch.int64, device="cpu")
-    for output, grouping in zip(shapes.outputs, compression.row_groups, strict=True):
+    for output, grouping in zip(outputs, compression.row_groups, strict=True):
         for group, entries in enumerate(grouping.entries()):
             row_groups[entries] = len(vectors)
             vectors.append(output.first + torch.from_numpy(grouping.members(group)))
             only.append(output.index)
-    for output in shapes.outputs:
+    for output in outputs:
         for element in one_hot_elements(output.size, 0) if output.size else []:
             one_hot.append(output.first + element)
             vectors.append(torch.tensor([output.first + element], device="cpu"))
             only.append(output.index)
-    grad_outputs = torch.zeros(len(vectors), shapes.m, dtype=torch.float64, device="cpu")
+    grad_outputs = torch.zeros(len(vectors), pattern.m, dtype=torch.float64, device="cpu")
     for row, coordinates in enumerate(vectors):
         grad_outputs[row, coordinates] = 1.0
-    return SmallPattern(compression, shapes.inputs, shapes.outputs, grad_outputs, only, row_groups, one_hot)
+    return SmallPattern(compression, inputs, outputs, grad_outputs, only, row_groups, one_hot)
 
 
 def _reacting_outputs(check: SmallCheck, settings: Settings) -> Mask | None:
