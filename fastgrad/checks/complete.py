@@ -207,14 +207,12 @@ def _first_failure(
         findings.notes.append(UNDECIDED_SUMS)
         plan, failure = _exact(problem, settings, findings)
     elif sketches(problem, settings) and findings.backward is None:
-        runs_backward = problem.has_graph and settings.check_backward_ad
-        calls = RepeatedCalls(problem, settings) if runs_backward else None
-        if calls is not None:
-            calls.run_first()
-            if findings.products is not None:
-                calls.add(*findings.products)
+        calls = RepeatedCalls(problem, settings)
+        calls.run_first()
+        if findings.products is not None:
+            calls.add(*findings.products)
         plan, failure = _screened(problem, settings, findings)
-        if failure is None and calls is not None:
+        if failure is None:
             failure = calls.failure() or calls.older_graph_failure()
             findings.certificates += calls.certificates()
     else:
@@ -278,18 +276,17 @@ def other_checks_failure(problem: Problem, settings: Settings, findings: Finding
 
 def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     """Compares every entry of every Jacobian; runs a few VJPs before and again afterwards, and compares them, too."""
-    runs_backward = problem.has_graph and settings.check_backward_ad
-    calls = RepeatedCalls(problem, settings) if runs_backward else None
+    calls = RepeatedCalls(problem, settings)
     # The early VJPs must use the first graph. If nothing runs before whole_backward, its VJPs are the first ones.
     at_once = is_small(problem, settings) and runs_single_rows(problem) and not takes_first_look(problem, settings)
-    if calls is not None and findings.backward is not None:
+    if findings.backward is not None:
         take_calls(problem, findings.backward, calls)
-    elif calls is not None and not at_once:
+    elif not at_once:
         calls.run_first()
-    if calls is not None and findings.products is not None:
+    if findings.products is not None:
         calls.add(*findings.products)
     plan, failure = _all_entries(problem, settings, calls, findings)
-    if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
+    if findings.early is None and (failure is None or failure.kind == "mismatch"):
         # If an entry is wrong in some calls only, report that calls differ, which is the cause.
         failure = calls.failure(one_round=failure is not None) or failure or calls.older_graph_failure()
         findings.certificates += calls.certificates()
@@ -297,7 +294,7 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
 
 
 def _all_entries(
-    problem: Problem, settings: Settings, calls: RepeatedCalls | None, findings: Findings
+    problem: Problem, settings: Settings, calls: RepeatedCalls, findings: Findings
 ) -> tuple[Plan, Failure | None]:
     """Compares every entry of every Jacobian: those of a sparsity pattern if that costs less, otherwise all."""
     look, obstacle = None, ""
@@ -309,7 +306,7 @@ def _all_entries(
 
             outcome = check_by_structure(problem, settings, look, calls, findings)
             if outcome is not None:
-                return outcome.plan, outcome.failure
+                return outcome
     except OUT_OF_MEMORY:
         obstacle = "; the compressed engine ran out of memory"
     plan = make_plan(problem, settings, look)

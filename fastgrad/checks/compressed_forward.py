@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -19,15 +18,6 @@ from fastgrad.verdict.confirm import mismatch_failure
 from fastgrad.verdict.tangent_certificate import TangentCertificate
 
 
-@dataclass(frozen=True)
-class ForwardVerdict:
-    """Whether the pattern decides on forward mode; if so, the failure, or the entries: float64, shape (nnz,)."""
-
-    is_decided: bool
-    failure: Failure | None = None
-    entries: Tensor | None = None
-
-
 def forward_verdict(
     problem: Problem,
     settings: Settings,
@@ -36,17 +26,19 @@ def forward_verdict(
     numerical: Tensor,
     wanted: float,
     findings: Findings,
-) -> ForwardVerdict:
+) -> Failure | Tensor | None:
     """Compares the entries by JVPs of column groups with the numerical ones: float64, shape (nnz,).
+
+    Returns a failure or, if there is none, the entries by JVPs. None: this pattern cannot decide on forward mode.
 
     wanted: the size from which entries outside the pattern must be detected. findings: receives what was compared.
     """
     if compression.leaves_out:
-        return ForwardVerdict(False)
+        return None
     made = partial(TangentCertificate, problem, settings, compression)
     certificate = unless_rejected(made)  # jvp may raise for tangents that are not one-hot
     if certificate is None or not unless_rejected(partial(certificate.certify, wanted)):
-        return ForwardVerdict(False)
+        return None
     values = certificate.values
     for output, block in itertools.product(problem.outputs, problem.inputs):
         within = compression.entries_of(output)
@@ -57,6 +49,6 @@ def forward_verdict(
         group_of = compression.column_groups_of
         failure = mismatch_failure(problem, plan, pair, "all", settings, findings, group_of)
         if failure is not None:
-            return ForwardVerdict(True, failure)
+            return failure
     findings.certificates.append(certificate.certificate())
-    return ForwardVerdict(True, entries=values)
+    return values

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgrad.checks.compressed_forward import ForwardVerdict, forward_verdict
+from fastgrad.checks.compressed_forward import forward_verdict
 from fastgrad.core.errors import raise_unless_of_func, unless_rejected
 from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, differ, largest, largest_change
@@ -350,8 +350,8 @@ class PatternVerdict(_Entries):
             self._record_pairs()
         return failure
 
-    def forward(self, plan: Plan) -> ForwardVerdict:
-        """The verdict on forward mode, after func's entries were certified; plan: how they were computed."""
+    def forward(self, plan: Plan) -> Failure | Tensor | None:
+        """As `forward_verdict`, after func's entries were certified; plan: how they were computed."""
         entries = self._compression, self.numerical, self.of_func.asked
         return forward_verdict(self._problem, self._settings, plan, *entries, self.findings)
 

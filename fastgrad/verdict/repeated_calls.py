@@ -54,7 +54,7 @@ class RepeatedCalls:
 
     Only a custom backward can keep state. torch's checker, which runs each row twice, finds a backward that is wrong
     from some call on. So does this class, if the call is among the first MAX_CALLS or, in fast mode, among the calls
-    of the check.
+    of the check. If backward has no custom code or is not checked, nothing is run.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class RepeatedCalls:
         self._last = 0
         self._known: Tensor | None = None
         self._product_tolerance = self._rounding = 0.0
-        self._is_needed = problem.is_custom and problem.m > 0
+        self._is_needed = settings.check_backward_ad and problem.is_custom and problem.m > 0
         if not self._is_needed:
             return
         m = problem.m
