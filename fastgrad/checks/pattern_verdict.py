@@ -66,8 +66,7 @@ class _Entries:
         except RejectedError as error:
             replay = partial(self._entries, self.plan)
             self._measure_one_by_one(str(error))
-            if executor.is_lead(error, replay):
-                problem.irreproducible.append("in replays")
+            executor.note_if_repeated(problem, error, replay, "in replays")
         if self.plan.replayed and self.numerical_suspects != []:
             self._measure_wrong_replays_again("they do not add up to the values of single evaluations")
 

@@ -439,8 +439,7 @@ def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
 
     False if nondet_tol allows differences.
     """
-    atol = min(own.atol for own in settings.inputs or (settings,))
-    return not settings.nondet_tol and differ(gradient[None], earlier[None], atol, False)
+    return not settings.nondet_tol and differ(gradient[None], earlier[None], settings.atol, False)
 
 
 class _Search:

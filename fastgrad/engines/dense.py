@@ -142,8 +142,8 @@ def columns_one_by_one(problem: Problem, settings: Settings, first: int, count: 
 
 
 def _disagreement(problem: Problem, settings: Settings, first: int, columns: Tensor, record_graph: bool) -> float:
-    atol = min(settings.of(block.index).atol for block in problem.inputs)
-    return executor.disagreement(problem, first, columns, settings.eps, atol, settings.seed, record_graph)
+    how = settings.eps, settings.atol, settings.seed, record_graph
+    return executor.disagreement(problem, first, columns, *how)
 
 
 def _row_blocks(

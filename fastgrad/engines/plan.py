@@ -428,14 +428,8 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
     for columns_a_batch, replayed, name, columns, fewest, most in ways:
         count = _sample(block.size, fewest, most)
         trial = partial(executor.speedup, problem, settings.atol, block.first, count, single, columns)
-        try:
-            gain = trial()
-        except executor.RejectedError as error:
-            said += f"; {name}: {error}"
-            if executor.is_lead(error, trial):
-                problem.irreproducible.append(f"in {name}")
-            continue
-        said += f"; {name}: {gain:.2g} times as fast as single calls"
+        gain, text = _gain(problem, trial, name)
+        said += text
         if gain >= best:
             found, best = (columns_a_batch, replayed), gain
     return *found, said
@@ -470,16 +464,21 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
 
     trial = partial(executor.speedup, problem, settings.atol, 0, count, single, replay)
     try:
-        gain = trial()
-    except executor.RejectedError as error:
-        if executor.is_lead(error, trial):
-            problem.irreproducible.append("in replays of a VJP")
-        return False, f"; replays of a VJP: {error}"
+        gain, said = _gain(problem, trial, "replays of a VJP")
     except Exception as error:  # backward raised it: the check itself will raise it
         raise_if_transient(error, trial)
         return False, ""
-    said = f"; replays of a VJP: {gain:.2g} times as fast as single calls"
     return gain >= cost_model.COSTS.trial_gain * problem.ranks, said
+
+
+def _gain(problem: Problem, trial: Callable[[], float], name: str) -> tuple[float, str]:
+    """The speedup that a trial measures, or -inf if the trial is refused; and a text about this."""
+    try:
+        gain = trial()
+    except executor.RejectedError as error:
+        executor.note_if_repeated(problem, error, trial, f"in {name}")
+        return -math.inf, f"; {name}: {error}"
+    return gain, f"; {name}: {gain:.2g} times as fast as single calls"
 
 
 def _sample(size: int, fewest: int, most: int) -> int:

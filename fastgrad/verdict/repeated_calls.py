@@ -24,7 +24,7 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.linearity import linearity_cotangents
 from fastgrad.verdict.negation import nonlinear_component
-from fastgrad.verdict.repeated_rows import by_inputs, gradients_agree, nondeterministic, nondeterministic_func
+from fastgrad.verdict.repeated_rows import gradients_agree, nondeterministic, nondeterministic_func
 
 FIRST_PRODUCT, LAST_PRODUCT = NON_CONTIGUOUS, SPARSE
 """Kinds of the cotangents that are run before and after the rows: the first gives a product of all rows, the second a
@@ -118,7 +118,7 @@ class RepeatedCalls:
             return
         first, last = (products[GRAD_OUTPUT_KINDS.index(kind)] for kind in (FIRST_PRODUCT, LAST_PRODUCT))
         self._known = torch.stack([first, *jacobian[self._rows], last])
-        self._product_tolerance = min(own.atol for own in self._settings.inputs or (self._settings,))
+        self._product_tolerance = self._settings.atol
 
     def _run(self) -> Tensor:
         problem = self._problem
@@ -229,7 +229,7 @@ class RepeatedCalls:
                     return nondeterministic_func(problem.outputs[0], "at the inputs")
         number, known = self._outputs[0], self._known[:1]
         again = problem.vjp_of_older_graph(self._cotangents(range(1)), None if number < 0 else problem.outputs[number])
-        moves = _moves(problem, settings, again, known, self._tolerance(self._known, 0))
+        moves = differ(again, known, self._tolerance(self._known, 0), False)
         if not moves or gradients_agree(problem.inputs, settings, again, known, True):
             return None
         return nondeterministic(problem.outputs[max(0, number)])
@@ -348,7 +348,7 @@ def first_varying(
         done += run
         row = order[done - 1]
         before = known[row : row + 1]
-        if other is not None and _moves(problem, settings, other, before, tolerance(row)):
+        if other is not None and differ(other, before, tolerance(row), False):
             is_row = int(cotangents[row].count_nonzero()) == 1
             if row in of_this_graph or not gradients_agree(problem.inputs, settings, other, before, is_row):
                 return problem.outputs[max(0, only[row])], rounding
@@ -360,14 +360,6 @@ def first_varying(
 
 def _largest_difference(left: Tensor, right: Tensor) -> float:
     return largest((left - right).nan_to_num(0.0, 0.0, 0.0))
-
-
-def _moves(
-    problem: Problem | SmallBackward, settings: Settings, again: Tensor, gradient: Tensor, tolerance: float
-) -> bool:
-    return any(
-        differ(left, right, tolerance, False) for _, left, right in by_inputs(problem.inputs, settings, again, gradient)
-    )
 
 
 @lru_cache(32)
