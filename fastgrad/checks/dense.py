@@ -23,7 +23,7 @@ from fastgrad.checks.one_block import (
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Rows, WholeBackward
 from fastgrad.engines import dense
-from fastgrad.engines.blocks import REPEATED_ROWS, JacobianBlock
+from fastgrad.engines.blocks import REPEATED_ROWS, JacobianBlock, row_parts
 from fastgrad.engines.executor import RejectedError, UnsuitableError
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.first_look import FirstLook
@@ -151,7 +151,10 @@ def _jacobian_failure(
             linearity.take(backward.products, backward.movement)
     for first, columns in columns_at_hand:
         if rows_remain:
-            for blocks in dense.row_blocks(problem, plan, first, columns, rows_at_hand):
+            # In torch's order of comparison. All blocks of one output are compared before the next output is computed.
+            for number, (output, part) in enumerate(row_parts(problem.outputs)):
+                known = rows_at_hand[number] if rows_at_hand else None
+                blocks = dense.row_blocks(problem, plan, output, part, first, columns, known)
                 failure = _judge(problem, plan, blocks, settings, linearity, findings, calls)
                 if failure is not None:
                     return failure
