@@ -19,7 +19,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, modulus
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.comparison import MAX_WORST, Findings, PairComparison, spans
+from fastgrad.verdict.comparison import MAX_WORST, Findings, PairComparison, groups_without_a_common_row, spans
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.remeasure import CLEAR_DIFFERENCE, RemeasuredEntry, Suspects, not_finite, worst_remeasured
 
@@ -270,7 +270,7 @@ def entries_failure(
         float64, shape (entries,).
     """
     unresolved = 0.0
-    groups = _groups_without_a_common_row(rows, columns)
+    groups = groups_without_a_common_row(columns, rows, columns)
     for output, block in itertools.product(problem.outputs, problem.inputs):
         own = (columns >= block.first) & (columns < block.end) & (rows >= output.first) & (rows < output.end)
         if not bool(own.any()):
@@ -284,22 +284,6 @@ def entries_failure(
             found = Found(output, block, "all", "reverse", 0, (), [], remeasured)
             return located_failure([found]), unresolved
     return None, unresolved
-
-
-def _groups_without_a_common_row(rows: Tensor, columns: Tensor) -> Tensor:
-    """The group of each entry's column: int64, shape (entries,). Columns of one group share no row."""
-    rows_of: dict[int, set[int]] = {}
-    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-        rows_of.setdefault(column, set()).add(row)
-    taken: list[set[int]] = []
-    group_of: dict[int, int] = {}
-    for column, own in rows_of.items():
-        group = next((k for k, some in enumerate(taken) if not some & own), len(taken))
-        if group == len(taken):
-            taken.append(set())
-        taken[group] |= own
-        group_of[column] = group
-    return torch.tensor([group_of[column] for column in columns.tolist()], device=columns.device)
 
 
 def _worst_remeasured(
