@@ -94,7 +94,7 @@ def complete_check(
         ) as problem,
     ):
         if small is not None:
-            _take_small_check(small, problem, settings)
+            _take_small_check(small, problem)
         findings = Findings() if small is None else small
 
         def run() -> Report:
@@ -137,10 +137,10 @@ def _with_every_entry(report: Report, dense: Callable[[], Report]) -> Report | N
     return replace(exact, settings=report.settings, plan=plan)
 
 
-def _take_small_check(small: SmallCheck, problem: Problem, settings: Settings) -> None:
+def _take_small_check(small: SmallCheck, problem: Problem) -> None:
     """Uses the results of a small check as the first results of the complete check."""
     if small.changed is not None:
-        problem.raise_changed(*small.changed, settings.eps)
+        problem.raise_changed(*small.changed, small.settings.eps)
     problem.vjps, problem.jvps = small.vjps, small.jvps
     problem.irreproducible += small.irreproducible
     small.certificates = []

@@ -15,7 +15,6 @@ from fastgrad.core.native import Derivatives
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import differ
 from fastgrad.report.data import Certificate
-from fastgrad.report.settings import Settings
 from fastgrad.verdict.grad_outputs import BATCH, batch_vectors
 from fastgrad.verdict.tangents import LINEAR_JVP, combined_tangents, sums_certificate, tangent_directions
 
@@ -28,16 +27,16 @@ _Tangents = tuple[Tensor, list[int]]
 number of the input whose tangent is undefined, where the row before has zeros. -1: none."""
 
 
-def columns_agree(check: SmallCheck, settings: Settings) -> bool:
+def columns_agree(check: SmallCheck) -> bool:
     """Compares all columns by forward mode with the numerical ones; returns whether nothing is left to judge."""
-    problem = check.problem
+    problem, settings = check.problem, check.settings
     if check.changed is not None or problem.n > MAX_COLUMNS:
         return False
-    columns = numerical_columns(check, settings) if check.columns is None else check.columns
+    columns = numerical_columns(check) if check.columns is None else check.columns
     if columns is None:
         return False
     made = _one_hot_directions(_sizes(check), settings.seed, settings.check_undefined_grad)
-    products = _jvps(check, settings, *made)
+    products = _jvps(check, *made)
     if products is None:
         return False
     tangents, sums, undefined = products.tensor_split([problem.n, problem.n + 2])
@@ -50,27 +49,26 @@ def columns_agree(check: SmallCheck, settings: Settings) -> bool:
     return True
 
 
-def products_agree(check: SmallCheck, settings: Settings) -> bool:
+def products_agree(check: SmallCheck) -> bool:
     """Compares JVPs with differences along random directions, output by output; returns as `columns_agree` does."""
     if check.differences is not None:
-        return _products_agree(check, settings, *check.differences)
-    for differences, weight, bound in differences_by_step(check, settings):
-        if _products_agree(check, settings, differences, weight, bound):
-            return changing_steps_repeat(check, settings, last_agrees=True)
+        return _products_agree(check, *check.differences)
+    for differences, weight, bound in differences_by_step(check):
+        if _products_agree(check, differences, weight, bound):
+            return changing_steps_repeat(check, last_agrees=True)
         if check.early is not None or check.jvp_varies or not check.domains_match:
             return False
     return False
 
 
-def _products_agree(
-    check: SmallCheck, settings: Settings, differences: Derivatives, weight: Tensor, bound: float
-) -> bool:
+def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor, bound: float) -> bool:
     """Whether JVPs agree with differences and with each other; weight, bound: as from `differences_by_step`."""
+    settings = check.settings
     directions, earlier = differences.directions, check.tangents
     combination, shares = combined_tangents(directions, settings.seed)
     made = torch.cat([directions, combination])
     made, which = _with_undefined(made, directions[0], _sizes(check), settings.check_undefined_grad)
-    products = _jvps(check, settings, made, which)
+    products = _jvps(check, made, which)
     if products is None:
         return False
     if earlier is not None:  # JVPs of nearly the same tangents, at another step
@@ -92,11 +90,11 @@ def _products_agree(
 
 
 @phase("batched tangents")
-def batched_tangents_agree(check: SmallCheck, settings: Settings) -> bool:
+def batched_tangents_agree(check: SmallCheck) -> bool:
     """Whether JVPs under vmap equal single JVPs; if not, the complete check finds the difference."""
     problem = check.problem
     for k, input_ in enumerate(problem.graph.inputs):
-        vectors = batch_vectors(input_, settings.seed)
+        vectors = batch_vectors(input_, check.settings.seed)
         check.jvps += BATCH + 1
         try:
             single = native.at_dual_level(partial(problem.tangents, k, vectors))
@@ -117,7 +115,7 @@ def _sizes(check: SmallCheck) -> tuple[int, ...]:
 
 
 @phase("analytical columns")
-def _jvps(check: SmallCheck, settings: Settings, rows: Tensor, undefined: list[int]) -> Tensor | None:
+def _jvps(check: SmallCheck, rows: Tensor, undefined: list[int]) -> Tensor | None:
     """The JVPs of all rows: float64, shape (rows, m).
 
     None if func raises, returns something else or modifies a tangent, or if a tangent is real or complex unlike its
@@ -136,7 +134,7 @@ def _jvps(check: SmallCheck, settings: Settings, rows: Tensor, undefined: list[i
     if check.problem.evaluator.modified_tangent >= 0:
         return None
     check.tangents = rows, undefined, products
-    check.domains_match = domains_match or not settings.check_grad_dtypes
+    check.domains_match = domains_match or not check.settings.check_grad_dtypes
     return products if check.domains_match else None
 
 

@@ -57,9 +57,9 @@ NOISE_MARGIN = 9.0
 3, and errors from curvature by factors of up to 9."""
 
 
-def guessed_pattern(check: SmallCheck, settings: Settings) -> SmallPattern | None:
+def guessed_pattern(check: SmallCheck) -> SmallPattern | None:
     """A guess that agrees with one more evaluation, if comparing its entries costs less than comparing all entries."""
-    problem = check.problem
+    problem, settings = check.problem, check.settings
     if not small_pattern_pays(problem, 1, 1) or problem.is_custom or not problem.m:
         return None
     if settings.engine != "auto" or settings.check_forward_ad or problem.tensor_device.type != "cpu":
@@ -67,27 +67,27 @@ def guessed_pattern(check: SmallCheck, settings: Settings) -> SmallPattern | Non
     if problem.n + problem.m > MAX_AT_ONCE or any(width > 1 for _, _, width in (*problem.inputs, *problem.outputs)):
         return None
     reacted: Mask | None = None
-    for pattern in _guesses(check, settings):
+    for pattern in _guesses(check):
         if not small_pattern_pays(problem, pattern.compression.column_groups.count, len(pattern.only)):
             continue
         entries, reached = pattern.compression.pattern.nnz, _reached(pattern, settings.seed)
         if admitted_entries(settings, entries) < entries or reached.size - reached.sum() < MIN_UNREACHED:
             continue
-        reacted = _reacting_outputs(check, settings) if reacted is None else reacted
+        reacted = _reacting_outputs(check) if reacted is None else reacted
         if reacted is None or problem.evaluator.mutates_inputs:
             return None
         if not (reacted & ~reached).any():
             return pattern
-    _repeat_look(check, settings)
+    _repeat_look(check)
     return None
 
 
-def _repeat_look(check: SmallCheck, settings: Settings) -> None:
+def _repeat_look(check: SmallCheck) -> None:
     """Notes if func gives other values when it is called again at the points of the look.
 
     If the complete check takes a `first_look`, this is left to the complete check.
     """
-    if check.look is None or takes_first_look(check.problem, settings):
+    if check.look is None or takes_first_look(check.problem, check.settings):
         return
     displacement, nowhere = check.look.displacement, torch.zeros_like(check.look.displacement)
     for where, at, values in (
@@ -95,7 +95,7 @@ def _repeat_look(check: SmallCheck, settings: Settings) -> None:
         ("at the inputs", nowhere, check.look.base),
     ):
         again = _values_at(check, at)
-        if again is None or values_vary(check.problem, settings, again, values):
+        if again is None or values_vary(check.problem, check.settings, again, values):
             check.irreproducible.append(where)
 
 
@@ -112,60 +112,58 @@ def _reached(pattern: SmallPattern, seed: int) -> Mask:
     return pattern_of_entries.touched(_halved(pattern_of_entries.n, seed).numpy() != 0)
 
 
-def entries_agree(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> bool:
+def entries_agree(check: SmallCheck, pattern: SmallPattern) -> bool:
     """Compares the entries in a pattern, and certifies that there are no others; returns whether nothing is left open.
 
     The VJPs of the rows run on the first graph, after the differences have called func.
     """
-    numerical = _numerical_entries(check, settings, pattern)
+    numerical = _numerical_entries(check, pattern)
     if numerical is None:
         return False
-    gradients = check.noted(partial(_rows, check, settings, pattern))
+    gradients = check.noted(partial(_rows, check, pattern))
     if gradients is None:
         return False
     compression = pattern.compression
     analytical = gradients[pattern.row_groups, compression.columns]
-    errors = _errors(settings, pattern, gradients, numerical)
+    errors = _errors(check.settings, pattern, gradients, numerical)
     if (
         errors is not None
-        and sums_agree(check, settings, weighted=False)
-        and _sums_are_explained(check, settings, pattern, gradients, analytical)
+        and sums_agree(check, weighted=False)
+        and _sums_are_explained(check, pattern, gradients, analytical)
     ):
         check.errors, check.pattern = errors, pattern
         return True
-    _repeat_what_differs(check, settings, pattern, numerical if errors is None else None)
+    _repeat_what_differs(check, pattern, numerical if errors is None else None)
     add_products(check, pattern.grad_outputs, gradients)
     check.undecided_sums = None  # the complete check does not compare sums
     return False
 
 
-def _repeat_what_differs(
-    check: SmallCheck, settings: Settings, pattern: SmallPattern, numerical: Tensor | None
-) -> None:
+def _repeat_what_differs(check: SmallCheck, pattern: SmallPattern, numerical: Tensor | None) -> None:
     """Notes if differences that decided nothing, or were compared with nothing, change when they are repeated.
 
     numerical: the numerical entries, shape (entries,), if some differ from the analytical ones; otherwise None.
     """
     if not check.is_consistent:
         return
-    if not steps_repeat(check, settings, check.steps):
+    if not steps_repeat(check, check.steps):
         return
     if numerical is not None:
-        again = _numerical_entries(check, settings, pattern)
-        rounding = rounding_of_differences(check.problem, settings.eps)
-        if again is None or derivatives_vary(settings, again, numerical, rounding):
+        again = _numerical_entries(check, pattern)
+        rounding = rounding_of_differences(check, 1.0)
+        if again is None or derivatives_vary(check.settings, again, numerical, rounding):
             check.irreproducible.append("at steps of several inputs")
             return
-    _repeat_look(check, settings)
+    _repeat_look(check)
 
 
-def _guesses(check: SmallCheck, settings: Settings) -> Iterator[SmallPattern]:
+def _guesses(check: SmallCheck) -> Iterator[SmallPattern]:
     problem = check.problem
     sides = problem.graph.inputs, problem.graph.outputs
     shapes = tuple(tuple(tensor.shape for tensor in side) for side in sides)
     cached = problem.n + problem.m <= MAX_CACHED
     yield from (_guesses_by_shape if cached else _guesses_by_shape.__wrapped__)(*shapes)
-    if not takes_first_look(problem, settings):
+    if not takes_first_look(problem, check.settings):
         return  # finding equal values takes as long as the dense engine
     values, results = (flattened([tensor.detach() for tensor in side]).numpy() for side in sides)
     pattern = sparsity.guess_moved(values, results, np.ones(results.size, dtype=np.bool_))
@@ -208,12 +206,12 @@ def _in_groups(pattern: Pattern, inputs: tuple[Block, ...], outputs: tuple[Block
     return SmallPattern(compression, inputs, outputs, grad_outputs, only, row_groups, one_hot)
 
 
-def _reacting_outputs(check: SmallCheck, settings: Settings) -> Mask | None:
+def _reacting_outputs(check: SmallCheck) -> Mask | None:
     """A mask of the outputs that change if a random half of the inputs moves: shape (m,).
 
     None if func raises for such a step, or returns something else.
     """
-    displacement, base = _halved(check.problem.n, settings.seed) * settings.eps, check.problem.base()
+    displacement, base = _halved(check.problem.n, check.settings.seed) * check.settings.eps, check.problem.base()
     start = time.perf_counter()
     values = _values_at(check, displacement)
     if values is None:
@@ -228,21 +226,21 @@ def _values_at(check: SmallCheck, displacement: Tensor) -> Tensor | None:
 
 
 @phase("numerical columns")
-def _numerical_entries(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> Tensor | None:
+def _numerical_entries(check: SmallCheck, pattern: SmallPattern) -> Tensor | None:
     """The numerical entries, shape (entries,); None if func raises for steps of groups, or returns something else."""
     compression = pattern.compression
     groups = compression.column_groups.groups
-    found = unless_rejected(partial(check.problem.difference_entries, groups, compression.columns, settings.eps))
+    found = unless_rejected(partial(check.problem.difference_entries, groups, compression.columns, check.settings.eps))
     return None if isinstance(found, tuple) else found
 
 
 @phase("backward")
-def _rows(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> Tensor | None:
+def _rows(check: SmallCheck, pattern: SmallPattern) -> Tensor | None:
     """The VJPs of the grad_outputs of a pattern, shape (rows, n); None if a gradient has a wrong size or dtype."""
     rows = len(pattern.only)
     gradients, match = check.problem.vjps(pattern.grad_outputs, [Layout.CONTIGUOUS] * rows, pattern.only)
     check.vjps += rows
-    check.vjp_varies = not match.sizes or (settings.check_grad_dtypes and not match.dtypes)
+    check.vjp_varies = not match.sizes or (check.settings.check_grad_dtypes and not match.dtypes)
     return None if check.vjp_varies else gradients
 
 
@@ -266,23 +264,22 @@ def _errors(
     return errors
 
 
-def _explains_look(check: SmallCheck, settings: Settings, analytical: Tensor, columns: Tensor, rows: Tensor) -> bool:
+def _explains_look(check: SmallCheck, analytical: Tensor, columns: Tensor, rows: Tensor) -> bool:
     """Whether the entries explain the outputs next to the inputs, up to curvature."""
     assert check.look is not None
     look = check.look
-    allowed = settings.eps * settings.atol + ROUNDING * check.problem.unit_roundoff * largest(look.base)
+    allowed = check.settings.eps * check.settings.atol + ROUNDING * check.problem.unit_roundoff * largest(look.base)
     change = (look.values - look.base)[None]
     return explained_sums(analytical, columns, rows, look.displacement[None], change, allowed, CURVED) is not None
 
 
 @phase("certificates")
-def _sums_are_explained(
-    check: SmallCheck, settings: Settings, pattern: SmallPattern, gradients: Tensor, analytical: Tensor
-) -> bool:
+def _sums_are_explained(check: SmallCheck, pattern: SmallPattern, gradients: Tensor, analytical: Tensor) -> bool:
     """Whether entries outside the pattern are zero: the entries must explain derivatives along directions, and VJPs.
 
     If they are, adds the certificates.
     """
+    settings = check.settings
     problem, compression = check.problem, pattern.compression
     assert check.differences is not None
     assert check.products is not None
@@ -294,7 +291,7 @@ def _sums_are_explained(
     if (
         of_func is None
         or not of_func <= LARGEST_SHARE * settings.atol
-        or not _explains_look(check, settings, analytical, columns, rows)
+        or not _explains_look(check, analytical, columns, rows)
     ):
         return False
     rounding = (TERM_ROUNDING + SUM_ROUNDING * compression.pattern.most_in_column**0.5) * problem.unit_roundoff

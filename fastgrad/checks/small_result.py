@@ -16,6 +16,7 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import KnownLook
 from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Mode, Part
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 
 Result = TypeVar("Result")
@@ -78,8 +79,8 @@ class SmallCheck(Findings):
 
     Attributes
     ----------
-    problem
-        func, its first evaluation and its graph.
+    problem, settings
+        func, its first evaluation and its graph; and the keywords of the check.
     changed
         Where and what func returned instead of its outputs, if `columns` could not be computed for this reason.
     moved, jvp_varies
@@ -115,6 +116,7 @@ class SmallCheck(Findings):
     """
 
     problem: SmallProblem
+    settings: Settings
     changed: tuple[int, int, Any] | None = None
     errors: list[list[tuple[float, float]]] | None = None
     pattern: SmallPattern | None = None
