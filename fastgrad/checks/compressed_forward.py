@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 from torch import Tensor
@@ -13,8 +12,8 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.comparison import Findings, PairComparison
-from fastgrad.verdict.confirm import mismatch_failure
+from fastgrad.verdict.comparison import Findings
+from fastgrad.verdict.confirm import pattern_mismatch
 from fastgrad.verdict.tangent_certificate import TangentCertificate
 
 
@@ -40,15 +39,8 @@ def forward_verdict(
     if certificate is None or not unless_rejected(partial(certificate.certify, wanted)):
         return None
     values = certificate.values
-    for output, block in itertools.product(problem.outputs, problem.inputs):
-        within = compression.entries_of(output)
-        rows, columns = compression.rows[within] - output.first, compression.columns[within] - block.first
-        own = (columns >= 0) & (columns < block.size)
-        pair = PairComparison(output, block, settings.of(block.index), "forward")
-        pair.add_entries(values[within][own], numerical[within][own], columns[own], rows[own])
-        group_of = compression.column_groups_of
-        failure = mismatch_failure(problem, plan, pair, "all", settings, findings, group_of)
-        if failure is not None:
-            return failure
+    failure = pattern_mismatch(problem, plan, compression, values, numerical, settings, findings, "forward")
+    if failure is not None:
+        return failure
     findings.certificates.append(certificate.certificate())
     return values

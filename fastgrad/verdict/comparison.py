@@ -193,18 +193,6 @@ class PairComparison:
         self.entries_at_hand = analytical, numerical, rows, columns
         self._take_in(*where, lambda _, entry: (rows[entry], columns[entry]))
 
-    def add_statistics(self, entries: int, statistics: Sequence[float]) -> None:
-        """Adds entries that are known to agree: their number, and their `statistics` from `ops.compare`."""
-        self.entries += entries
-        self.largest_absolute = max(self.largest_absolute, statistics[4])
-        self.largest_relative = max(self.largest_relative, statistics[5])
-
-    def add_agreeing(self, analytical: Tensor, numerical: Tensor) -> None:
-        """Adds entries that are known to agree: float64, shape (coordinates,), as in `add_entries`."""
-        width = self._width()
-        entries = analytical.unsqueeze(0), numerical.unsqueeze(0), self.tolerances.atol, self.tolerances.rtol
-        self.add_statistics(analytical.numel() // width, ops.compare(*entries, width == 2, False).tolist())
-
     def _width(self) -> int:
         """Number of coordinates along a row of a block that make one entry."""
         return 2 if (self.output if self.mode == "forward" else self.input).is_complex else 1

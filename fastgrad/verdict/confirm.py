@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fastgrad.core.precision import excess
 from fastgrad.core.tensors import element_number
+from fastgrad.engines.blocks import row_parts
+from fastgrad.engines.compressed import Compression
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Pair, Plan
@@ -311,6 +313,36 @@ def _worst_remeasured(
     named = {(entry.output_index, entry.input_index) for entry in worst}
     worst += [entry for entry in entries if (entry.output_index, entry.input_index) not in named]
     return remeasured, tuple(worst[:MAX_WORST])
+
+
+def pattern_mismatch(
+    problem: Problem,
+    plan: Plan,
+    compression: Compression,
+    analytical: Tensor,
+    numerical: Tensor,
+    settings: Settings,
+    findings: Findings,
+    mode: Mode = "reverse",
+) -> Failure | None:
+    """The `mismatch_failure` of the first pair of a sparse Jacobian, in torch's order; in forward mode, for real pairs.
+
+    analytical, numerical: the entries in the pattern, float64, shape (nnz,).
+    """
+    for (output, part), block in itertools.product(row_parts(problem.outputs), problem.inputs):
+        within = compression.entries_of(output)
+        rows, columns = compression.rows[within] - output.first, compression.columns[within] - block.first
+        chosen = (columns >= 0) & (columns < block.size)
+        if part != "all":
+            chosen &= rows % 2 == int(part == "imaginary")
+        elements = rows[chosen][:: block.width] // output.width, columns[chosen][:: block.width] // block.width
+        pair = PairComparison(output, block, settings.of(block.index), mode)
+        along = elements if mode == "reverse" else reversed(elements)
+        pair.add_entries(analytical[within][chosen], numerical[within][chosen], *along)
+        failure = mismatch_failure(problem, plan, pair, part, settings, findings, compression.column_groups_of)
+        if failure is not None:
+            return failure
+    return None
 
 
 def mismatch_failure(
