@@ -188,22 +188,21 @@ def _in_groups(pattern: Pattern, inputs: tuple[Block, ...], outputs: tuple[Block
     compression = compress(pattern, inputs, outputs, torch.device("cpu"))
     vectors: list[Tensor] = []
     only: list[int] = []
-    one_hot: list[int] = []
     row_groups = torch.empty(pattern.nnz, dtype=torch.int64, device="cpu")
     for output, grouping in zip(outputs, compression.row_groups, strict=True):
         for group, entries in enumerate(grouping.entries()):
             row_groups[entries] = len(vectors)
             vectors.append(output.first + torch.from_numpy(grouping.members(group)))
             only.append(output.index)
+    row_group_count = len(vectors)
     for output in outputs:
         for element in one_hot_elements(output.size, 0) if output.size else []:
-            one_hot.append(output.first + element)
             vectors.append(torch.tensor([output.first + element], device="cpu"))
             only.append(output.index)
     grad_outputs = torch.zeros(len(vectors), pattern.m, dtype=torch.float64, device="cpu")
     for row, coordinates in enumerate(vectors):
         grad_outputs[row, coordinates] = 1.0
-    return SmallPattern(compression, inputs, outputs, grad_outputs, only, row_groups, one_hot)
+    return SmallPattern(compression, inputs, outputs, grad_outputs, only, row_groups, row_group_count)
 
 
 def _reacting_outputs(check: SmallCheck) -> Mask | None:

@@ -36,8 +36,8 @@ class SmallPattern:
         The number of the output to which each of these rows belongs.
     row_groups
         The row group of each entry: int64, shape (entries,).
-    one_hot
-        The coordinates of the one-hot rows, which must equal rows that were computed together with others.
+    row_group_count
+        The number of row groups. Further rows are one-hot, and must equal rows computed together with others.
     """
 
     compression: Compression
@@ -46,21 +46,13 @@ class SmallPattern:
     grad_outputs: Tensor
     only: list[int]
     row_groups: Tensor
-    one_hot: list[int]
-
-    @property
-    def row_group_count(self) -> int:
-        """The number of row groups."""
-        return len(self.only) - len(self.one_hot)
+    row_group_count: int
 
     def plan(self) -> Plan:
         """The plan of a check of its entries."""
-        groups = self.compression.column_groups.count, self.row_group_count
-        pattern = self.compression.pattern
+        pattern, columns, rows = self.compression.pattern, self.compression.column_groups.count, self.row_group_count
         memory = pattern.nnz * cost_model.COSTS.entry_bytes
-        return Plan(
-            "compressed", 0, 0, True, pattern.origin, column_groups=groups[0], row_groups=groups[1], memory=memory
-        )
+        return Plan("compressed", 0, 0, True, pattern.origin, column_groups=columns, row_groups=rows, memory=memory)
 
     def entries_between(self, output: int, input: int) -> int:
         """Number of entries in the rows of an output and the columns of an input."""
