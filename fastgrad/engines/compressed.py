@@ -197,29 +197,31 @@ def linear_entries(problem: Problem, compression: Compression) -> Tensor:
     This takes one evaluation, one VJP per column group, and one more VJP. It raises if the backward cannot be
     differentiated. The caller must test whether the derivative of the backward is right.
     """
-    values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
-    grouping = compression.column_groups
-    products = problem.columns_of_backward(_members_on(grouping, problem.device))
-    for product, entries in zip(products, grouping.entries(), strict=True):
-        ops.decompress_(values, product, None, compression.rows, entries)
-    return values
+    return _decompressed(compression, problem.columns_of_backward(_column_groups(compression)))
 
 
 @phase("analytical columns")
 def tangent_entries(problem: Problem, compression: Compression, jvps_of: Callable[[Tensor], Tensor]) -> Tensor:
     """Entries by forward mode: float64, shape (nnz,). One JVP per column group; jvps_of: `Problem.jvps_of`."""
-    values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
+    zero = torch.zeros(1, problem.n, dtype=torch.float64, device=problem.device)
+    tangents = (zero.index_fill(1, members, 1.0) for members in _column_groups(compression))
+    return _decompressed(compression, (jvps_of(tangent)[0] for tangent in tangents))
+
+
+def _column_groups(compression: Compression) -> Iterator[Tensor]:
+    """The coordinates of each column group: int64, shape (members,)."""
     grouping = compression.column_groups
-    for members, entries in zip(_members_on(grouping, problem.device), grouping.entries(), strict=True):
-        tangent = torch.zeros(1, problem.n, dtype=torch.float64, device=problem.device).index_fill_(1, members, 1.0)
-        ops.decompress_(values, jvps_of(tangent)[0], None, compression.rows, entries)
-    return values
-
-
-def _members_on(grouping: Grouping, device: torch.device) -> Iterator[Tensor]:
-    """The coordinates of each group: int64, shape (members,)."""
-    members = torch.from_numpy(grouping.order).to(device)  # copied once, because a copy to a device waits
+    members = torch.from_numpy(grouping.order).to(compression.rows.device)  # once, because a copy to a device waits
     return (members[first:last] for first, last in pairwise(grouping.starts.tolist()))
+
+
+def _decompressed(compression: Compression, products: Iterator[Tensor]) -> Tensor:
+    """The entries from one product per column group, shape (m,) each: float64, shape (nnz,)."""
+    rows = compression.rows
+    values = torch.zeros(rows.numel(), dtype=torch.float64, device=rows.device)
+    for product, entries in zip(products, compression.column_groups.entries(), strict=True):
+        ops.decompress_(values, product, None, rows, entries)
+    return values
 
 
 def analytical_entries(
