@@ -53,6 +53,7 @@ from fastgrad.verdict.repeated_rows import nondeterministic, nondeterministic_fu
 from fastgrad.verdict.tangents import modified_tangent, nondeterministic_jvp, repeated_tangents_failure
 
 if TYPE_CHECKING:
+    from fastgrad.report.evidence import Sample
     from fastgrad.sharding.problem import Partition
 
 
@@ -72,7 +73,6 @@ def complete_check(
     start: when it began, by `time.perf_counter`; notes: on libraries, for the report.
     """
     make_problem: Callable[..., Problem] = Problem if partition is None else partition.problem
-    backward = func if isinstance(func, Backward) else None
     if small is not None:
         make_problem = partial(Problem, traced=small.problem)
     with (
@@ -90,7 +90,7 @@ def complete_check(
             ],
             # Differences of a backward use gradients that are computed without a graph, as in training.
             # check_recorded_gradients compares them with gradients that are computed with a graph.
-            records_differences=backward is None,
+            records_differences=not isinstance(func, Backward),
         ) as problem,
     ):
         if small is not None:
@@ -98,17 +98,13 @@ def complete_check(
         findings = Findings() if small is None else small
 
         def run() -> Report:
-            report = _report(problem, settings, names, findings, notes, start, backward)
+            report_of = partial(_report, problem, names, notes, start)
+            report = report_of(settings, findings)
             if not explain or report.failure is None:
                 return report
             sample = findings.sample
-            if _lacks_entries(report) and dense_is_small(problem, settings):
-                every = Findings()
-                dense = partial(
-                    _report, problem, replace(settings, engine="dense"), names, every, notes, start, backward
-                )
-                exact = _with_every_entry(report, dense)
-                report, sample = (report, sample) if exact is None else (exact, every.sample)
+            if dense_is_small(problem, settings):
+                report, sample = _with_every_entry(report, sample, report_of)
             from fastgrad.diagnosis.evidence import diagnosed  # imported here: a check that passes does not need it
 
             return diagnosed(problem, replace(report, subject=subject(func, problem)), sample)
@@ -116,25 +112,26 @@ def complete_check(
         return run() if partition is None else partition.report(run)
 
 
-def _lacks_entries(report: Report) -> bool:
-    """Whether an entry was found to be wrong, but not all others of its Jacobian were compared."""
-    comparison = report.failure.comparison if report.failure is not None else None
-    if comparison is None or report.plan is None:
-        return False
-    return not comparison.exhaustive and report.plan.engine == "compressed"
+def _with_every_entry(
+    report: Report, sample: Sample | None, report_of: Callable[[Settings, Findings], Report]
+) -> tuple[Report, Sample | None]:
+    """The report and the sample of the dense engine, if an entry is wrong, but not all others were compared.
 
-
-def _with_every_entry(report: Report, dense: Callable[[], Report]) -> Report | None:
-    """The report of the dense engine, if it also shows a mismatch. It replaces a report that lacks entries."""
+    Returns the given ones if all were compared, or if the dense engine does not also show a mismatch.
+    """
+    comparison, plan = report.failure.comparison if report.failure else None, report.plan
+    if comparison is None or comparison.exhaustive or plan is None or plan.engine != "compressed":
+        return report, sample
+    every = Findings()
     try:
-        exact = dense()
+        exact = report_of(replace(report.settings, engine="dense"), every)
     except Exception as error:
         raise_unless_of_func(error)
-        return None
-    if exact.failure is None or exact.failure.kind != "mismatch" or exact.plan is None or report.plan is None:
-        return None
-    plan = replace(exact.plan, reason=f"{report.plan.reason}; after a failure, every entry was compared")
-    return replace(exact, settings=report.settings, plan=plan)
+        return report, sample
+    if exact.failure is None or exact.failure.kind != "mismatch" or exact.plan is None:
+        return report, sample
+    plan = replace(exact.plan, reason=f"{plan.reason}; after a failure, every entry was compared")
+    return replace(exact, settings=report.settings, plan=plan), every.sample
 
 
 def _take_small_check(small: SmallCheck, problem: Problem) -> None:
@@ -154,19 +151,13 @@ def _take_small_check(small: SmallCheck, problem: Problem) -> None:
 
 
 def _report(
-    problem: Problem,
-    settings: Settings,
-    names: tuple[str, ...],
-    findings: Findings,
-    notes: list[str],
-    start: float,
-    backward: Backward | None,
+    problem: Problem, names: tuple[str, ...], notes: list[str], start: float, settings: Settings, findings: Findings
 ) -> Report:
     """The report without causes; notes: on libraries; start: when the check began, by `time.perf_counter`."""
     seconds = {"first evaluation": time.perf_counter() - start}
     worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
     with Stopwatch(seconds) if worth_it else nullcontext():
-        plan, failure = _first_failure(problem, settings, findings, backward)
+        plan, failure = _first_failure(problem, settings, findings)
     if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
         findings.add_pair(located_pair(failure, failure.comparison))
     if problem.device.type == "cuda":
@@ -197,9 +188,8 @@ def _report(
     )
 
 
-def _first_failure(
-    problem: Problem, settings: Settings, findings: Findings, backward: Backward | None
-) -> tuple[Plan, Failure | None]:
+def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
+    backward = problem.func if isinstance(problem.func, Backward) else None
     if backward is not None and problem.has_graph:
         problem.base()  # called now, while the first evaluation can still provide it
     sums_are_open = isinstance(findings, SmallCheck) and findings.undecided_sums is not None
