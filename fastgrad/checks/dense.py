@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -92,16 +93,10 @@ def dense_check(
     if failure is not None or suspected is None:
         return plan, failure
     # Single calls passed. If batches or replays now pass, too, func or its backward gave other values once.
-    if _passes(partial(judge, problem, suspected, settings, Findings(), calls)):
-        problem.irreproducible.append("in batches or replays")
+    with suppress(RejectedError):
+        if judge(problem, suspected, settings, Findings(), calls) is None:
+            problem.irreproducible.append("in batches or replays")
     return plan, None
-
-
-def _passes(run: Callable[[], Failure | None]) -> bool:
-    try:
-        return run() is None
-    except RejectedError:
-        return False
 
 
 def _nonzero_numerical(

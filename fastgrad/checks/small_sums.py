@@ -78,7 +78,8 @@ def sums_agree(check: SmallCheck, weighted: bool = True) -> bool:
     done: tuple[ScreeningGradOutputs, Tensor] | None = None
     for differences, weight, bound in differences_by_step(check):
         if weight.numel() and not weighted:
-            if _noise_of(differences, SMALLER_STEP**2) > settings.atol / NOISE_SHARE:
+            norm = differences.sizes[0] if differences.sizes else math.inf
+            if norm * SMALLER_STEP**2 > settings.atol / NOISE_SHARE:
                 break
             continue
         if early is not None and done is None:
@@ -261,11 +262,6 @@ def _differences(check: SmallCheck, step: float, budget: float, count: int | Non
         check.changed = found
         return None
     return found
-
-
-def _noise_of(differences: Derivatives, share: float) -> float:
-    """`share` times the 2-norm of the noise; infinite if the norm is not known."""
-    return share * (differences.sizes[0] if differences.sizes else math.inf)
 
 
 def _weight(check: SmallCheck, differences: Derivatives, share: float) -> tuple[Tensor, float] | None:

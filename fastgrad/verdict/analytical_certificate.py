@@ -327,10 +327,11 @@ class AnalyticalCertificate:
     def _tests_of(self, kinds: tuple[GradOutputKind, ...], number: int = 0) -> Iterator[LinearityTest]:
         """Yields one test with all kinds or, if vectors take much memory, one per kind; number: of the cotangents."""
         is_small = self._problem.n + self._problem.m <= PIECE
+        repeats_all = all(grouping.count <= compressed.REPEATED_GROUPS for grouping in self._compression.row_groups)
         for some in [kinds] if is_small else [(kind,) for kind in kinds]:
             excluded = self._compression.excluded_rows, self._compression.excluded_columns
             linearity = LinearityTest(
-                self._problem, self._settings, self._repeats_all, self._varying_group, some, *excluded, number
+                self._problem, self._settings, repeats_all, self._varying_group, some, *excluded, number
             )
             entries = self._compression.rows, self._compression.columns, self.values
             linearity.add_entries(*entries, self._compression.pattern.most_in_column)
@@ -338,11 +339,6 @@ class AnalyticalCertificate:
                 gradient = gradient.index_fill(0, self._compression.columns[self._compression.entries_of_row(row)], 0.0)
                 linearity.replace_row(row, gradient)
             yield linearity
-
-    @property
-    def _repeats_all(self) -> bool:
-        """Whether every row group ran more than once."""
-        return all(grouping.count <= compressed.REPEATED_GROUPS for grouping in self._compression.row_groups)
 
     def _varying_group(self) -> Failure | None:
         """Runs every row group several times, also scaled; returns the first failure of `groups_failure`, if any."""

@@ -98,12 +98,7 @@ class RepeatedCalls:
         except Exception as error:
             self._raised = error
             return
-        self.rows = dict(zip(self._rows, self._known[self._rows_within], strict=True))
-
-    @property
-    def _rows_within(self) -> slice:
-        """The positions of the rows among the calls."""
-        return slice(1, -1) if self._problem.m > 1 else slice(None)
+        self.rows = dict(zip(self._rows, self._known[1:-1] if self._problem.m > 1 else self._known, strict=True))
 
     def take(self, jacobian: Tensor, products: Tensor) -> None:
         """Uses VJPs that ran before all others as the first VJPs, unless the first VJPs have already been run.
