@@ -38,7 +38,7 @@ from fastgrad.structure import sparsity
 from fastgrad.structure.detection import CURVED
 from fastgrad.structure.sparsity import Mask, Pattern
 from fastgrad.verdict.analytical_certificate import analytical_certificate
-from fastgrad.verdict.linearity import SUM_ROUNDING, TERM_ROUNDING
+from fastgrad.verdict.linearity import sum_rounding
 from fastgrad.verdict.numerical_certificate import NEGLIGIBLE, ROUNDING, numerical_certificate
 
 LARGEST_SHARE = 1 / 4
@@ -293,7 +293,7 @@ def _sums_are_explained(check: SmallCheck, pattern: SmallPattern, gradients: Ten
         or not _explains_look(check, analytical, columns, rows)
     ):
         return False
-    rounding = (TERM_ROUNDING + SUM_ROUNDING * compression.pattern.most_in_column**0.5) * problem.unit_roundoff
+    rounding = sum_rounding(compression.pattern.most_in_column, problem.unit_roundoff)
     count = pattern.row_group_count
     alone = pattern.grad_outputs[count:], gradients[count:]
     sizes = [
