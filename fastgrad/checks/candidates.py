@@ -86,8 +86,7 @@ class Candidates:
 
     def learn(self, found: Incomplete, may_hide_entries: bool) -> None:
         """Adds entries that the pattern lacks; may_hide_entries: whether rounding or noise of func may hide entries."""
-        if self.pattern is None:
-            return
+        assert self.pattern is not None
         if found.refuted and not self.pattern.is_numerical and may_hide_entries:
             self._finders = iter((partial(self.patterns.probe, watch_gradients=False),))
         self.pattern = None if found.refuted else self.pattern.with_entries(found.rows, found.columns)

@@ -250,7 +250,7 @@ def _compressions(
 def _screen_excluded(problem: Problem, settings: Settings, compression: Compression, findings: Findings) -> Screening:
     """Fast mode's verdict on the dense rows and columns that are in no group; adds certificates if they pass."""
     if compression.excluded_rows is not None:
-        screening = _screen(problem, settings, rows=compression.excluded_rows)
+        screening = screen(problem, settings, rows=compression.excluded_rows)
         if screening.failure is not None or screening.undecided is not None:
             return screening
         _note_certified(findings, int(compression.excluded_rows.sum()), "row", screening)
@@ -262,7 +262,7 @@ def _screen_excluded(problem: Problem, settings: Settings, compression: Compress
     columns = compression.excluded_columns.nonzero().reshape(-1)
     for some in torch.split(columns, 1 if columns.numel() <= ALWAYS_FEW else columns.numel()):
         selected = torch.zeros_like(compression.excluded_columns).index_fill_(0, some, True)
-        screening = _screen(problem, settings, columns=selected)
+        screening = screen(problem, settings, columns=selected)
         if screening.failure is not None or screening.undecided is not None:
             return screening
     _note_certified(findings, columns.numel(), "column", screening)
@@ -274,12 +274,3 @@ def _note_certified(findings: Findings, count: int, kind: str, screening: Screen
     findings.notes.append(f"{names} certified by random vectors, not compared entry by entry")
     for certificate in screening.certificates:
         findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
-
-
-def _screen(
-    problem: Problem, settings: Settings, rows: Tensor | None = None, columns: Tensor | None = None
-) -> Screening:
-    screening = screen(problem, settings, rows, columns)
-    if screening.raised is not None:
-        raise screening.raised
-    return screening

@@ -71,7 +71,7 @@ class Screening:
     undecided
         The largest error that may be hidden, if the verdict is undecided; otherwise None.
     raised
-        The exception that backward raised for a one-hot grad_output.
+        The exception that backward raised for a one-hot grad_output, if all rows and columns are checked.
     certificates
         The certificates, if nothing was found and nothing is undecided.
     bound
@@ -159,6 +159,8 @@ class _Screen:
             failure = _one_hot(problem, settings, search, differences) if self._attempt == 0 else None
         except Exception as error:
             raise_unless_of_func(error)
+            if self._selected or self._fixed is not None:
+                raise
             return Screening(raised=error)
         if failure is not None:
             return Screening(failure)

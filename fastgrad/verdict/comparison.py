@@ -318,8 +318,6 @@ class PairComparison:
         width = self._width()
         dtype = torch.complex128 if width == 2 else torch.float64
         found, wanted = (_matrix(block.unsqueeze(0), width)[0].cpu().to(dtype) for block in (analytical, numerical))
-        if self.input.elements is not None:
-            columns = self.input.elements.to(columns.device)[columns]
         shapes = tuple(self.output.tensor.shape), tuple(self.input.tensor.shape)
         return Sample(*shapes, rows.cpu(), columns.cpu(), found, wanted, self._differ(found, wanted))
 
