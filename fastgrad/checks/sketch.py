@@ -140,8 +140,7 @@ class _Screen:
         if math.isfinite(self._smallest_bound):
             return self._verified(self._smallest_bound)
         assert self._first is not None
-        failure, unresolved = _one_by_one(self._problem, self._settings, self._first, self._pending, self._hidden)
-        return self._undecided(max(self._suspected, self._unresolved, unresolved)) if failure is None else failure
+        return self._one_by_one(self._first)
 
     def _differences(self, count: int, extrapolated: int) -> Differences:
         """Differences along the first `count` directions at this step size."""
@@ -308,6 +307,18 @@ class _Screen:
         self._attempt += 1
         return None
 
+    def _one_by_one(self, differences: Differences) -> Screening:
+        """The verdict after a few of the outputs that no step size verified were examined separately."""
+        search = _Search(self._problem, self._settings, differences)
+        for row in self._pending.nonzero().reshape(-1)[:MAX_SINGLE].tolist():
+            found = search.examine_row(row)
+            if found is not None and found.remeasured is not None:
+                return Screening(located_failure([found]))
+            if found is None:
+                own = max(self._settings.atol, 4 * differences.noise[row].item())
+                self._hidden[row] = min(self._hidden[row].item(), own)
+        return self._undecided(max(self._suspected, self._unresolved, search.unresolved))
+
     def _verified(self, bound: float) -> Screening:
         return verified(self._settings, bound, self._unresolved)
 
@@ -389,24 +400,6 @@ def next_step(settings: Settings, differences: Differences, base: Tensor, pendin
     if bool(rough.any()) and differences.eps <= settings.eps:
         return differences.eps * SMALLER
     return max(differences.eps, settings.eps) * LARGER
-
-
-def _one_by_one(
-    problem: Problem, settings: Settings, differences: Differences, pending: Tensor, hidden: Tensor
-) -> tuple[Screening | None, float]:
-    """Examines a few outputs that no step size verified: the failure, if any, and the unresolved error of an entry.
-
-    hidden: per output, the size of an error that sums may hide, shape (m,); reduced for outputs that prove to be right.
-    """
-    search = _Search(problem, settings, differences)
-    for row in pending.nonzero().reshape(-1)[:MAX_SINGLE].tolist():
-        found = search.examine_row(row)
-        if found is not None and found.remeasured is not None:
-            return Screening(located_failure([found])), 0.0
-        if found is None:
-            own = max(settings.atol, 4 * differences.noise[row].item())
-            hidden[row] = min(hidden[row].item(), own)
-    return None, search.unresolved
 
 
 def _repeat_failure(
