@@ -187,29 +187,20 @@ def can_be_dense(problem: Problem, settings: Settings) -> bool:
 
 def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> Budget:
     """What detecting a pattern may cost, and how large a pattern may be."""
+    costs, calls, is_requested = cost_model.COSTS, 2 * problem.n + problem.m, settings.engine == "compressed"
+    looks = calls // costs.exploring_share
+    if is_requested:
+        looks = max(64, looks)
+    elif problem.n < MIN_COLUMNS_FOR_PROBING:
+        looks = 0
+    aligns = is_requested or dense_seconds(problem, look.seconds) >= costs.align_seconds
     return Budget(
         *_probes(problem, settings, look),
         _paying_entries(problem, settings, look),
         admitted_entries(settings, problem.n * problem.m),
-        _guess_evaluations(problem, settings),
-        _aligning_calls(problem, settings, look),
+        looks,
+        aligning_calls=min(costs.usual_probes, calls // costs.likely_share) if aligns else 0,
     )
-
-
-def _guess_evaluations(problem: Problem, settings: Settings) -> int:
-    """Number of evaluations that may be spent on guesses that the first look did not test."""
-    share = (2 * problem.n + problem.m) // cost_model.COSTS.exploring_share
-    if settings.engine == "compressed":
-        return max(64, share)
-    return share if problem.n >= MIN_COLUMNS_FOR_PROBING else 0
-
-
-def _aligning_calls(problem: Problem, settings: Settings, look: FirstLook) -> int:
-    """As `Budget.aligning_calls`."""
-    costs = cost_model.COSTS
-    if settings.engine != "compressed" and dense_seconds(problem, look.seconds) < costs.align_seconds:
-        return 0
-    return min(costs.usual_probes, (2 * problem.n + problem.m) // costs.likely_share)
 
 
 def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int, int]:
