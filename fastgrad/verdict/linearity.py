@@ -78,18 +78,6 @@ def term_sizes(squares: Tensor, sums: Tensor) -> Tensor:
     return sizes if math.isfinite(largest(sizes)) else torch.where(sizes.isinf(), sums.abs(), sizes)
 
 
-def entry_sums(vectors: Tensor, size: int, rows: Tensor, columns: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Products of vectors with a sparse matrix, and the sums of the squares of their terms: shape (count, size) each.
-
-    rows: the component of a vector that multiplies each entry. columns: the component of the product that the entry
-    belongs to.
-    """
-    sums, squares = vectors.new_zeros(2, vectors.shape[0], size).unbind()
-    for vector, total, square in zip(vectors, sums, squares, strict=True):
-        ops.project_entries_(total, square, vector, rows, columns, values)
-    return sums, squares
-
-
 def sum_rounding(most_terms: float, unit_roundoff: float) -> float:
     """Allowed error of a sum of so many terms, relative to the root of the sum of their squares."""
     return float((TERM_ROUNDING + SUM_ROUNDING * most_terms**0.5) * unit_roundoff)
@@ -224,12 +212,13 @@ class LinearityTest:
         ops.project_rows_(self._sums, self._squares, self.cotangents, block.analytical, first_row, width, first_column)
 
     def add_entries(self, rows: Tensor, columns: Tensor, analytical: Tensor, most_terms: int) -> None:
-        """Computes v^T J from the entries of a sparse Jacobian, at coordinates rows and columns.
+        """Adds the entries of a sparse Jacobian, at coordinates rows and columns, to v^T J.
 
         most_terms: number of entries of the column with the most entries.
         """
         self._most_terms = float(most_terms)
-        self._sums, self._squares = entry_sums(self.cotangents, self._problem.n, rows, columns, analytical)
+        for cotangent, total, square in zip(self.cotangents, self._sums, self._squares, strict=True):
+            ops.project_entries_(total, square, cotangent, rows, columns, analytical)
 
     @phase("linearity of backward")
     def failure(self) -> Failure | None:

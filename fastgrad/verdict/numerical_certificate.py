@@ -474,14 +474,7 @@ class NumericalCertificate:
     def _repeat(self, taken: Iterable[_Taken]) -> None:
         """Repeats differences that decided nothing, and notes if func's values have changed."""
         for measure, before in taken:
-            second = measure()
-            if checksum(second.derivatives) == before:
-                continue
-            third, rounding = measure().derivatives, second.rounding * self._base.abs()
-            # Otherwise, func only rounds differently in each run.
-            if torch.equal(third, second.derivatives) or derivatives_vary(
-                self._settings, third, second.derivatives, rounding
-            ):
+            if _change(measure, before, self._settings, self._base):
                 self._problem.irreproducible.append(ALONG_DIRECTION)
 
     def _of_direction(self, number: int) -> Callable[[], Differences]:
@@ -540,3 +533,12 @@ def _shown(bounds: dict[float, Tensor], errors: dict[float, Tensor], negligible:
             found = torch.maximum(found, averaged.masked_fill_(is_rounding, 0.0))
         shown.append(found)
     return torch.stack(shown).amin(0)
+
+
+def _change(repeat: Callable[[], Differences], before: int, settings: Settings, base: Tensor) -> bool:
+    """Whether differences with the checksum `before` change when repeated, other than by rounding in each run."""
+    second = repeat()
+    if checksum(second.derivatives) == before:
+        return False
+    third, rounding = repeat().derivatives, second.rounding * base.abs()
+    return torch.equal(third, second.derivatives) or derivatives_vary(settings, third, second.derivatives, rounding)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastgrad.core.native import ops
 from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import one_hot_elements
@@ -22,7 +23,6 @@ from fastgrad.verdict.linearity import (
     NEGLIGIBLE,
     detected_size,
     disagreement,
-    entry_sums,
     measured_rounding,
     sum_rounding,
     term_sizes,
@@ -128,4 +128,8 @@ class TangentCertificate:
 
     def _sums(self, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """J u for tangents u, shape (count, n), from the entries; and the sums of the squared terms: (count, m)."""
-        return entry_sums(tangents, self._problem.m, self._compression.columns, self._compression.rows, self.values)
+        sums, squares = tangents.new_zeros(2, tangents.shape[0], self._problem.m).unbind()
+        entries = self._compression.columns, self._compression.rows, self.values
+        for tangent, total, square in zip(tangents, sums, squares, strict=True):
+            ops.project_entries_(total, square, tangent, *entries)
+        return sums, squares
