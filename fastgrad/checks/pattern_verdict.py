@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgrad.checks.compressed_forward import forward_verdict
 from fastgrad.core.errors import raise_unless_of_func, unless_rejected
 from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, differ, largest, largest_change
@@ -30,6 +29,7 @@ from fastgrad.verdict.linearity import one_hot_rows, separate_failure
 from fastgrad.verdict.numerical_certificate import MAX_SUSPECTS, Incomplete, NumericalCertificate, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import groups_failure, nondeterministic, raised_for
+from fastgrad.verdict.tangent_certificate import TangentCertificate
 
 
 class _Entries:
@@ -359,9 +359,23 @@ class PatternVerdict(_Entries):
         return failure
 
     def forward(self, plan: Plan) -> Failure | Tensor | None:
-        """As `forward_verdict`, after func's entries were certified; plan: how they were computed."""
-        entries = self._compression, self.numerical, self.of_func.asked
-        return forward_verdict(self._problem, self._settings, plan, *entries, self.findings)
+        """Compares the entries by JVPs of column groups with the numerical ones, which must have been certified.
+
+        Returns a failure or, if there is none, the entries by JVPs: float64, shape (nnz,). None: this pattern cannot
+        decide on forward mode. plan: how the numerical entries were computed.
+        """
+        if self._compression.leaves_out:
+            return None
+        made = partial(TangentCertificate, self._problem, self._settings, self._compression)
+        certificate = unless_rejected(made)  # jvp may raise for tangents that are not one-hot
+        if certificate is None or not unless_rejected(partial(certificate.certify, self.of_func.asked)):
+            return None
+        entries = self._compression, certificate.values, self.numerical
+        failure = pattern_mismatch(self._problem, plan, *entries, self._settings, self.findings, "forward")
+        if failure is not None:
+            return failure
+        self.findings.certificates.append(certificate.certificate())
+        return certificate.values
 
     def record(self) -> None:
         """Records, for a check that passed, what was compared and what the certificates cover."""
