@@ -81,7 +81,7 @@ def _is_zero(gradient: Tensor, masked: bool = False) -> bool:
 
 
 @phase("undefined grad_outputs")
-def check_undefined_grads(problem: Problem, known: Sequence[Sequence[Tensor | None]] | None = None) -> Failure | None:
+def check_undefined_grads(problem: Problem, known: Sequence[Sequence[Tensor | None]] | None) -> Failure | None:
     """Checks that undefined grad_outputs count as zeros: first all of them at once, then one at a time.
 
     known: the gradients for these grad_outputs, if they are known.
@@ -192,9 +192,7 @@ def _known_batch_vectors(shape: torch.Size, dtype: torch.dtype, device: torch.de
     return torch.stack([uniform_like(like, seed, BATCH_STREAM, k * size) for k in range(BATCH)])
 
 
-def check_batched_gradients(
-    problem: Problem, settings: Settings, found: BatchedDifference | None = None
-) -> Failure | None:
+def check_batched_gradients(problem: Problem, settings: Settings, found: BatchedDifference | None) -> Failure | None:
     """Checks that a VJP of each output under vmap gives the same gradients as two separate VJPs.
 
     found: the first difference, if it is known already.
