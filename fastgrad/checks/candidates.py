@@ -66,7 +66,8 @@ class Candidates:
         if self._certifies and takes_long(2 * self.pattern.most_in_row, self._look):
             dense = self.pattern.dense_rows()
             rows = dense if dense.any() else None
-        return compressed.compress(self._problem, self.pattern, rows, self._excluded_columns)
+        problem, excluded = self._problem, (rows, self._excluded_columns)
+        return compressed.compress(self.pattern, problem.inputs, problem.outputs, problem.device, *excluded)
 
     def exclude_columns(self) -> bool:
         """Excludes dense columns, whose rows are all in different groups; returns whether there are any.
@@ -85,8 +86,7 @@ class Candidates:
 
     def learn(self, found: Incomplete, may_hide_entries: bool) -> None:
         """Adds entries that the pattern lacks; may_hide_entries: whether rounding or noise of func may hide entries."""
-        if self.pattern is None:
-            return
+        assert self.pattern is not None
         if found.refuted and not self.pattern.is_numerical and may_hide_entries:
             self._finders = iter((partial(self.patterns.probe, watch_gradients=False),))
         self.pattern = None if found.refuted else self.pattern.with_entries(found.rows, found.columns)

@@ -53,6 +53,7 @@ from fastgrad.verdict.repeated_rows import nondeterministic, nondeterministic_fu
 from fastgrad.verdict.tangents import modified_tangent, nondeterministic_jvp, repeated_tangents_failure
 
 if TYPE_CHECKING:
+    from fastgrad.report.evidence import Sample
     from fastgrad.sharding.problem import Partition
 
 
@@ -72,7 +73,6 @@ def complete_check(
     start: when it began, by `time.perf_counter`; notes: on libraries, for the report.
     """
     make_problem: Callable[..., Problem] = Problem if partition is None else partition.problem
-    backward = func if isinstance(func, Backward) else None
     if small is not None:
         make_problem = partial(Problem, traced=small.problem)
     with (
@@ -90,25 +90,21 @@ def complete_check(
             ],
             # Differences of a backward use gradients that are computed without a graph, as in training.
             # check_recorded_gradients compares them with gradients that are computed with a graph.
-            records_differences=backward is None,
+            records_differences=not isinstance(func, Backward),
         ) as problem,
     ):
         if small is not None:
-            _take_small_check(small, problem, settings)
+            _take_small_check(small, problem)
         findings = Findings() if small is None else small
 
         def run() -> Report:
-            report = _report(problem, settings, names, findings, notes, start, backward)
+            report_of = partial(_report, problem, names, notes, start)
+            report = report_of(settings, findings)
             if not explain or report.failure is None:
                 return report
             sample = findings.sample
-            if _lacks_entries(report) and dense_is_small(problem, settings):
-                every = Findings()
-                dense = partial(
-                    _report, problem, replace(settings, engine="dense"), names, every, notes, start, backward
-                )
-                exact = _with_every_entry(report, dense)
-                report, sample = (report, sample) if exact is None else (exact, every.sample)
+            if dense_is_small(problem, settings):
+                report, sample = _with_every_entry(report, sample, report_of)
             from fastgrad.diagnosis.evidence import diagnosed  # imported here: a check that passes does not need it
 
             return diagnosed(problem, replace(report, subject=subject(func, problem)), sample)
@@ -116,31 +112,32 @@ def complete_check(
         return run() if partition is None else partition.report(run)
 
 
-def _lacks_entries(report: Report) -> bool:
-    """Whether an entry was found to be wrong, but not all others of its Jacobian were compared."""
-    comparison = report.failure.comparison if report.failure is not None else None
-    if comparison is None or report.plan is None:
-        return False
-    return not comparison.exhaustive and report.plan.engine == "compressed"
+def _with_every_entry(
+    report: Report, sample: Sample | None, report_of: Callable[[Settings, Findings], Report]
+) -> tuple[Report, Sample | None]:
+    """The report and the sample of the dense engine, if an entry is wrong, but not all others were compared.
 
-
-def _with_every_entry(report: Report, dense: Callable[[], Report]) -> Report | None:
-    """The report of the dense engine, if it also shows a mismatch. It replaces a report that lacks entries."""
+    Returns the given ones if all were compared, or if the dense engine does not also show a mismatch.
+    """
+    comparison, plan = report.failure.comparison if report.failure else None, report.plan
+    if comparison is None or comparison.exhaustive or plan is None or plan.engine != "compressed":
+        return report, sample
+    every = Findings()
     try:
-        exact = dense()
+        exact = report_of(replace(report.settings, engine="dense"), every)
     except Exception as error:
         raise_unless_of_func(error)
-        return None
-    if exact.failure is None or exact.failure.kind != "mismatch" or exact.plan is None or report.plan is None:
-        return None
-    plan = replace(exact.plan, reason=f"{report.plan.reason}; after a failure, every entry was compared")
-    return replace(exact, settings=report.settings, plan=plan)
+        return report, sample
+    if exact.failure is None or exact.failure.kind != "mismatch" or exact.plan is None:
+        return report, sample
+    plan = replace(exact.plan, reason=f"{plan.reason}; after a failure, every entry was compared")
+    return replace(exact, settings=report.settings, plan=plan), every.sample
 
 
-def _take_small_check(small: SmallCheck, problem: Problem, settings: Settings) -> None:
+def _take_small_check(small: SmallCheck, problem: Problem) -> None:
     """Uses the results of a small check as the first results of the complete check."""
     if small.changed is not None:
-        problem.raise_changed(*small.changed, settings.eps)
+        problem.raise_changed(*small.changed, small.settings.eps)
     problem.vjps, problem.jvps = small.vjps, small.jvps
     problem.irreproducible += small.irreproducible
     small.certificates = []
@@ -154,19 +151,13 @@ def _take_small_check(small: SmallCheck, problem: Problem, settings: Settings) -
 
 
 def _report(
-    problem: Problem,
-    settings: Settings,
-    names: tuple[str, ...],
-    findings: Findings,
-    notes: list[str],
-    start: float,
-    backward: Backward | None,
+    problem: Problem, names: tuple[str, ...], notes: list[str], start: float, settings: Settings, findings: Findings
 ) -> Report:
     """The report without causes; notes: on libraries; start: when the check began, by `time.perf_counter`."""
     seconds = {"first evaluation": time.perf_counter() - start}
     worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
     with Stopwatch(seconds) if worth_it else nullcontext():
-        plan, failure = _first_failure(problem, settings, findings, backward)
+        plan, failure = _first_failure(problem, settings, findings)
     if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
         findings.add_pair(located_pair(failure, failure.comparison))
     if problem.device.type == "cuda":
@@ -197,9 +188,8 @@ def _report(
     )
 
 
-def _first_failure(
-    problem: Problem, settings: Settings, findings: Findings, backward: Backward | None
-) -> tuple[Plan, Failure | None]:
+def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
+    backward = problem.func if isinstance(problem.func, Backward) else None
     if backward is not None and problem.has_graph:
         problem.base()  # called now, while the first evaluation can still provide it
     sums_are_open = isinstance(findings, SmallCheck) and findings.undecided_sums is not None
@@ -207,14 +197,12 @@ def _first_failure(
         findings.notes.append(UNDECIDED_SUMS)
         plan, failure = _exact(problem, settings, findings)
     elif sketches(problem, settings) and findings.backward is None:
-        runs_backward = problem.has_graph and settings.check_backward_ad
-        calls = RepeatedCalls(problem, settings) if runs_backward else None
-        if calls is not None:
-            calls.run_first()
-            if findings.products is not None:
-                calls.add(*findings.products)
+        calls = RepeatedCalls(problem, settings)
+        calls.run_first()
+        if findings.products is not None:
+            calls.add(*findings.products)
         plan, failure = _screened(problem, settings, findings)
-        if failure is None and calls is not None:
+        if failure is None:
             failure = calls.failure() or calls.older_graph_failure()
             findings.certificates += calls.certificates()
     else:
@@ -278,18 +266,17 @@ def other_checks_failure(problem: Problem, settings: Settings, findings: Finding
 
 def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     """Compares every entry of every Jacobian; runs a few VJPs before and again afterwards, and compares them, too."""
-    runs_backward = problem.has_graph and settings.check_backward_ad
-    calls = RepeatedCalls(problem, settings) if runs_backward else None
+    calls = RepeatedCalls(problem, settings)
     # The early VJPs must use the first graph. If nothing runs before whole_backward, its VJPs are the first ones.
     at_once = is_small(problem, settings) and runs_single_rows(problem) and not takes_first_look(problem, settings)
-    if calls is not None and findings.backward is not None:
+    if findings.backward is not None:
         take_calls(problem, findings.backward, calls)
-    elif calls is not None and not at_once:
+    elif not at_once:
         calls.run_first()
-    if calls is not None and findings.products is not None:
+    if findings.products is not None:
         calls.add(*findings.products)
     plan, failure = _all_entries(problem, settings, calls, findings)
-    if calls is not None and findings.early is None and (failure is None or failure.kind == "mismatch"):
+    if findings.early is None and (failure is None or failure.kind == "mismatch"):
         # If an entry is wrong in some calls only, report that calls differ, which is the cause.
         failure = calls.failure(one_round=failure is not None) or failure or calls.older_graph_failure()
         findings.certificates += calls.certificates()
@@ -297,7 +284,7 @@ def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Pl
 
 
 def _all_entries(
-    problem: Problem, settings: Settings, calls: RepeatedCalls | None, findings: Findings
+    problem: Problem, settings: Settings, calls: RepeatedCalls, findings: Findings
 ) -> tuple[Plan, Failure | None]:
     """Compares every entry of every Jacobian: those of a sparsity pattern if that costs less, otherwise all."""
     look, obstacle = None, ""
@@ -309,7 +296,7 @@ def _all_entries(
 
             outcome = check_by_structure(problem, settings, look, calls, findings)
             if outcome is not None:
-                return outcome.plan, outcome.failure
+                return outcome
     except OUT_OF_MEMORY:
         obstacle = "; the compressed engine ran out of memory"
     plan = make_plan(problem, settings, look)

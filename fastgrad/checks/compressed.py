@@ -8,7 +8,7 @@ is not yet a verdict: it leads to a single entry that is wrong when measured sep
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.candidates import Candidates
-from fastgrad.checks.compressed_forward import ForwardVerdict
 from fastgrad.checks.pattern_verdict import PatternVerdict
 from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
 from fastgrad.core.errors import unless_rejected
@@ -49,13 +48,8 @@ ATTEMPTS = 6
 without dense rows and columns), and all of these with the entries that certificates add."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How the Jacobians were computed, and the failure, if any."""
-
-    plan: Plan
-    failure: Failure | None
-
+Outcome = tuple[Plan, Failure | None]
+"""How the Jacobians were computed, and the failure, if any."""
 
 Next = Literal["pattern", "dense engine"]
 """What to do if a pattern led to no verdict: try the next candidate, or leave the check to the dense engine."""
@@ -63,17 +57,16 @@ Next = Literal["pattern", "dense engine"]
 
 @phase("compressed Jacobians")
 def check_by_structure(
-    problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls | None, findings: Findings
+    problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls, findings: Findings
 ) -> Outcome | None:
     """The verdict on all Jacobians; None if no pattern makes the check cheaper than the dense engine.
 
     calls: holds rows and a product that were run before; receives products that may not be compared with the entries.
-    None: reverse mode is not checked.
     """
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
     problem.forget_outputs()
-    if calls is None:
+    if not settings.check_backward_ad:
         return _forward_only(problem, settings, look, findings)
     candidates = Candidates(problem, settings, look, calls)
     outcome: Outcome | None = None
@@ -85,7 +78,7 @@ def check_by_structure(
         if answer != "pattern":
             outcome = None if answer == "dense engine" else answer
             break
-    if outcome is None or outcome.failure is None:
+    if outcome is None or outcome[1] is None:
         candidates.patterns.repeat_suspects()
     return outcome
 
@@ -169,11 +162,11 @@ def _answer(
         verdict.record()
         if settings.check_forward_ad:
             forward = verdict.forward(plan)
-            if not forward.is_decided:
+            if forward is None:
                 return "dense engine"
-            found = forward.failure
+            found = forward if isinstance(forward, Failure) else None
     findings.add(verdict.findings)
-    return Outcome(plan, found)
+    return plan, found
 
 
 def _forward_only(problem: Problem, settings: Settings, look: FirstLook, findings: Findings) -> Outcome | None:
@@ -181,7 +174,7 @@ def _forward_only(problem: Problem, settings: Settings, look: FirstLook, finding
     patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look))
     finders = patterns.guess, partial(patterns.probe, watch_gradients=False), patterns.align
     for pattern in filter(None, (find() for find in finders)):
-        compression = compressed.compress(problem, pattern)
+        compression = compressed.compress(pattern, problem.inputs, problem.outputs, problem.device)
         if not pays_to_compress(problem, settings, compression.column_groups.count, 0):
             continue
         plan = _plan(problem, settings, look, compression)
@@ -189,14 +182,15 @@ def _forward_only(problem: Problem, settings: Settings, look: FirstLook, finding
         if verdict is None:  # func may accept only single steps
             break
         if not verdict.numerical_suspects:
-            forward = verdict.forward(verdict.plan)
-            if forward.failure is None and forward.entries is not None:
-                explains_func = verdict.of_func.certify(forward.entries) == [] and not verdict.of_func.may_hide_entries
-                forward = forward if explains_func else ForwardVerdict(False)
-            if forward.is_decided:
-                findings.certificates += [verdict.of_func.certificate()] if forward.failure is None else []
+            found = verdict.forward(verdict.plan)
+            explains_func = isinstance(found, Tensor) and verdict.of_func.certify(found) == []
+            if explains_func and not verdict.of_func.may_hide_entries:
+                findings.certificates.append(verdict.of_func.certificate())
                 findings.add(verdict.findings)
-                return Outcome(verdict.plan, forward.failure)
+                return verdict.plan, None
+            if isinstance(found, Failure):
+                findings.add(verdict.findings)
+                return verdict.plan, found
         verdict.repeat_differences()
     patterns.repeat_suspects()
     return None
@@ -246,7 +240,7 @@ def _compressions(
     without_gradients = partial(patterns.probe, watch_gradients=False)
     finders = patterns.guess, patterns.decode, patterns.probe, without_gradients, patterns.align
     for pattern in filter(None, (find() for find in finders)):
-        compression = compressed.compress(problem, pattern)
+        compression = compressed.compress(pattern, problem.inputs, problem.outputs, problem.device)
         columns, rows = compression.column_groups.count, sum(grouping.count for grouping in compression.row_groups)
         if pays_to_compress(problem, settings, columns, rows):
             plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin)
@@ -256,7 +250,7 @@ def _compressions(
 def _screen_excluded(problem: Problem, settings: Settings, compression: Compression, findings: Findings) -> Screening:
     """Fast mode's verdict on the dense rows and columns that are in no group; adds certificates if they pass."""
     if compression.excluded_rows is not None:
-        screening = _screen(problem, settings, rows=compression.excluded_rows)
+        screening = screen(problem, settings, rows=compression.excluded_rows)
         if screening.failure is not None or screening.undecided is not None:
             return screening
         _note_certified(findings, int(compression.excluded_rows.sum()), "row", screening)
@@ -268,7 +262,7 @@ def _screen_excluded(problem: Problem, settings: Settings, compression: Compress
     columns = compression.excluded_columns.nonzero().reshape(-1)
     for some in torch.split(columns, 1 if columns.numel() <= ALWAYS_FEW else columns.numel()):
         selected = torch.zeros_like(compression.excluded_columns).index_fill_(0, some, True)
-        screening = _screen(problem, settings, columns=selected)
+        screening = screen(problem, settings, columns=selected)
         if screening.failure is not None or screening.undecided is not None:
             return screening
     _note_certified(findings, columns.numel(), "column", screening)
@@ -280,12 +274,3 @@ def _note_certified(findings: Findings, count: int, kind: str, screening: Screen
     findings.notes.append(f"{names} certified by random vectors, not compared entry by entry")
     for certificate in screening.certificates:
         findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
-
-
-def _screen(
-    problem: Problem, settings: Settings, rows: Tensor | None = None, columns: Tensor | None = None
-) -> Screening:
-    screening = screen(problem, settings, rows, columns)
-    if screening.raised is not None:
-        raise screening.raised
-    return screening

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +24,7 @@ from fastgrad.checks.one_block import (
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Rows, WholeBackward
 from fastgrad.engines import dense
-from fastgrad.engines.blocks import REPEATED_ROWS, JacobianBlock
+from fastgrad.engines.blocks import REPEATED_ROWS, JacobianBlock, row_parts
 from fastgrad.engines.executor import RejectedError, UnsuitableError
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.first_look import FirstLook
@@ -53,7 +54,7 @@ def dense_check(
     settings: Settings,
     look: FirstLook | None,
     findings: Findings,
-    calls: RepeatedCalls | None,
+    calls: RepeatedCalls,
 ) -> tuple[Plan, Failure | None]:
     """The plan that was used, and the failure, if any.
 
@@ -62,8 +63,7 @@ def dense_check(
     judge = _jacobian_failure if problem.has_graph else _nonzero_numerical
     suspected: Plan | None = None
     if plan.batch is not None or plan.replayed or plan.rows_replayed:
-        if calls is not None:
-            calls.run_first()
+        calls.run_first()
         own = Findings()
         suspected = plan
         try:
@@ -88,26 +88,19 @@ def dense_check(
             raise_unless_of_func(error)
             findings.early = error
         else:
-            if calls is not None:
-                take_calls(problem, findings.backward, calls)
+            take_calls(problem, findings.backward, calls)
     failure = judge(problem, plan, settings, findings, calls)
     if failure is not None or suspected is None:
         return plan, failure
     # Single calls passed. If batches or replays now pass, too, func or its backward gave other values once.
-    if _passes(partial(judge, problem, suspected, settings, Findings(), calls)):
-        problem.irreproducible.append("in batches or replays")
+    with suppress(RejectedError):
+        if judge(problem, suspected, settings, Findings(), calls) is None:
+            problem.irreproducible.append("in batches or replays")
     return plan, None
 
 
-def _passes(run: Callable[[], Failure | None]) -> bool:
-    try:
-        return run() is None
-    except RejectedError:
-        return False
-
-
 def _nonzero_numerical(
-    problem: Problem, plan: Plan, settings: Settings, findings: Findings, _: RepeatedCalls | None
+    problem: Problem, plan: Plan, settings: Settings, findings: Findings, _: RepeatedCalls
 ) -> Failure | None:
     """The failure if func depends on its inputs, although no output requires grad."""
     for first, columns in dense.numerical_columns(problem, plan, settings):
@@ -120,7 +113,7 @@ def _nonzero_numerical(
 
 
 def _jacobian_failure(
-    problem: Problem, plan: Plan, settings: Settings, findings: Findings, calls: RepeatedCalls | None
+    problem: Problem, plan: Plan, settings: Settings, findings: Findings, calls: RepeatedCalls
 ) -> Failure | None:
     """The first failure of the Jacobians, pass by pass over numerical columns; forward mode is judged last."""
     nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
@@ -137,7 +130,7 @@ def _jacobian_failure(
         if not problem.is_custom and not _graphs_agree(problem, settings, backward, findings.on_first_graph):
             backward, findings.vjp_varies = None, True
         elif agrees(problem, settings, backward, columns, findings):
-            if calls is not None and calls.rows:
+            if calls.rows:
                 calls.see_all(jacobian(problem, backward))
             if not settings.check_forward_ad:
                 return None
@@ -153,7 +146,10 @@ def _jacobian_failure(
             linearity.take(backward.products, backward.movement)
     for first, columns in columns_at_hand:
         if rows_remain:
-            for blocks in dense.row_blocks(problem, plan, first, columns, rows_at_hand):
+            # In torch's order of comparison. All blocks of one output are compared before the next output is computed.
+            for number, (output, part) in enumerate(row_parts(problem.outputs)):
+                known = rows_at_hand[number] if rows_at_hand else None
+                blocks = dense.row_blocks(problem, plan, output, part, first, columns, known)
                 failure = _judge(problem, plan, blocks, settings, linearity, findings, calls)
                 if failure is not None:
                     return failure
@@ -241,7 +237,7 @@ def _judge(
     settings: Settings,
     linearity: LinearityTest | None,
     findings: Findings,
-    calls: RepeatedCalls | None,
+    calls: RepeatedCalls,
 ) -> Failure | None:
     """The first failure of one part of an output: dtype, size, determinism, comparison by input, then linearity."""
     pairs: dict[int, PairComparison] = {}
@@ -265,8 +261,7 @@ def _judge(
             pair.add_unspecified(block.first_row + entry.row, entry.element, entry.value)
         if linearity is not None:
             linearity.add(block)
-        if calls is not None:
-            calls.see(block)
+        calls.see(block)
     if settings.check_grad_dtypes and not dtypes_match:
         return Failure.at("dtype", block.output, part=block.part)
     if not sizes_match:

@@ -58,7 +58,7 @@ def check(
     """
     start = time.perf_counter()
     found = _checked(func, inputs, settings, names, explain, partition, start)
-    return found if isinstance(found, Report) else _report_of_small(found, settings, names, start)
+    return found if isinstance(found, Report) else _report_of_small(found, names, start)
 
 
 def verdict(func: Callable[..., Any], inputs: Any, settings: Settings, explain: bool) -> Report | None:
@@ -97,9 +97,9 @@ def full_precision(arguments: tuple[Any, ...], settings: Settings) -> AbstractCo
     return exact_libraries(settings.nondet_tol == 0, doubles)
 
 
-def _report_of_small(small: SmallCheck, settings: Settings, names: tuple[str, ...], start: float) -> Report:
+def _report_of_small(small: SmallCheck, names: tuple[str, ...], start: float) -> Report:
     """The report of a small check that passes."""
-    problem = small.problem
+    problem, settings = small.problem, small.settings
     certificates: tuple[Certificate, ...] = ()
     if small.errors is None and small.tangent_errors is None:
         plan = make_sketch_plan(settings)

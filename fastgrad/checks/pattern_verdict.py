@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fastgrad.checks.compressed_forward import ForwardVerdict, forward_verdict
 from fastgrad.core.errors import raise_unless_of_func, unless_rejected
 from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, differ, largest, largest_change
 from fastgrad.engines import compressed, executor
-from fastgrad.engines.blocks import row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.executor import RejectedError
-from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Plan
+from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Failure, Part
-from fastgrad.report.settings import Settings, Tolerances
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
-from fastgrad.verdict.comparison import Findings, PairComparison, tolerances
-from fastgrad.verdict.confirm import entries_failure, mismatch_failure
+from fastgrad.verdict.comparison import Findings, tolerances
+from fastgrad.verdict.confirm import entries_failure, pattern_mismatch
 from fastgrad.verdict.linearity import one_hot_rows, separate_failure
 from fastgrad.verdict.numerical_certificate import MAX_SUSPECTS, Incomplete, NumericalCertificate, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import groups_failure, nondeterministic, raised_for
+from fastgrad.verdict.tangent_certificate import TangentCertificate
 
 
 class _Entries:
@@ -66,8 +66,7 @@ class _Entries:
         except RejectedError as error:
             replay = partial(self._entries, self.plan)
             self._measure_one_by_one(str(error))
-            if executor.is_lead(error, replay):
-                problem.irreproducible.append("in replays")
+            executor.note_if_repeated(problem, error, replay, "in replays")
         if self.plan.replayed and self.numerical_suspects != []:
             self._measure_wrong_replays_again("they do not add up to the values of single evaluations")
 
@@ -91,10 +90,13 @@ class _Entries:
         self._measure()
 
     def _measure_wrong_replays_again(self, why: str) -> None:
-        before, replay = self.numerical, partial(self._entries, self.plan)
+        before, plan, atol = self.numerical, self.plan, self._settings.loosest().atol
         self._measure_one_by_one(why)
-        if _were_wrong_once(before, replay, self.numerical, self._settings.loosest().atol):
-            self._problem.irreproducible.append("in replays")
+        if not differ(before[None], self.numerical[None], atol, False):
+            return  # replays only round differently
+        with suppress(RejectedError):
+            if not differ(self._entries(plan)[None], self.numerical[None], atol, False):
+                self._problem.irreproducible.append("in replays")  # they were wrong once
 
     def repeat_differences(self) -> None:
         """Measures the column groups of a rejected pattern again, and records if func now gives other values."""
@@ -170,24 +172,30 @@ class _Entries:
 
     def _mismatch(self) -> Failure | None:
         """The failure of the first pair with an entry that is wrong by the allclose rule, in torch's order."""
-        problem = self._problem
         self.findings = Findings()  # earlier findings may count entries outside the pattern that were added to others
-        for output, part in row_parts(problem.outputs):
-            for block in problem.inputs:
-                values, own = self._of_backward.values, self._settings.of(block.index)
-                pair = _pair(self._compression, values, self.numerical, own, (output, part, block))
-                group_of = self._compression.column_groups_of
-                failure = mismatch_failure(problem, self.plan, pair, part, self._settings, self.findings, group_of)
-                if failure is not None:
-                    return failure
-        return None
+        entries = self._compression, self._of_backward.values, self.numerical
+        return pattern_mismatch(self._problem, self.plan, *entries, self._settings, self.findings)
 
     def _record_pairs(self) -> None:
+        """Records the comparison of each output and input, all of whose entries agree."""
         if self.findings.pairs:
             return  # some entries differed at eps, so all pairs were compared one by one
-        values = self._of_backward.values, self.numerical
-        for pair in _agreeing_pairs(self._problem, self._settings, self._compression, values, self._statistics):
-            self.findings.add_pair(pair.pair("all", agrees=True))
+        compression, own = self._compression, (self._settings.atol, self._settings.rtol)
+        is_only_pair = len(self._problem.inputs) == len(self._problem.outputs) == 1
+        for output, block in itertools.product(self._problem.outputs, self._problem.inputs):
+            if compression.leaves_out_pair(output, block):
+                continue
+            within = compression.entries_of(output)
+            columns = compression.columns[within]
+            chosen = (columns >= block.first) & (columns < block.end)
+            statistics = self._statistics  # of all entries
+            if not is_only_pair:
+                found, wanted = (values[within][chosen][None] for values in (self._of_backward.values, self.numerical))
+                statistics = ops.compare(found, wanted, *own, block.is_complex, False).tolist()
+            places = output.index, block.index, output.position, block.position
+            largest = max(0.0, statistics[4]), max(0.0, statistics[5])
+            count = int(chosen.sum()) // block.width
+            self.findings.add_pair(Pair(*places, "all", "reverse", count, 0, True, *largest, True))
 
 
 class PatternVerdict(_Entries):
@@ -350,10 +358,24 @@ class PatternVerdict(_Entries):
             self._record_pairs()
         return failure
 
-    def forward(self, plan: Plan) -> ForwardVerdict:
-        """The verdict on forward mode, after func's entries were certified; plan: how they were computed."""
-        entries = self._compression, self.numerical, self.of_func.asked
-        return forward_verdict(self._problem, self._settings, plan, *entries, self.findings)
+    def forward(self, plan: Plan) -> Failure | Tensor | None:
+        """Compares the entries by JVPs of column groups with the numerical ones, which must have been certified.
+
+        Returns a failure or, if there is none, the entries by JVPs: float64, shape (nnz,). None: this pattern cannot
+        decide on forward mode. plan: how the numerical entries were computed.
+        """
+        if self._compression.leaves_out:
+            return None
+        made = partial(TangentCertificate, self._problem, self._settings, self._compression)
+        certificate = unless_rejected(made)  # jvp may raise for tangents that are not one-hot
+        if certificate is None or not unless_rejected(partial(certificate.certify, self.of_func.asked)):
+            return None
+        entries = self._compression, certificate.values, self.numerical
+        failure = pattern_mismatch(self._problem, plan, *entries, self._settings, self.findings, "forward")
+        if failure is not None:
+            return failure
+        self.findings.certificates.append(certificate.certificate())
+        return certificate.values
 
     def record(self) -> None:
         """Records, for a check that passed, what was compared and what the certificates cover."""
@@ -366,12 +388,11 @@ class PatternVerdict(_Entries):
         """The failure to report, given a mismatch in the pattern; or what the pattern lacks.
 
         If the pattern lacks entries, only an entry that was computed separately is reported, or a larger error outside
-        the pattern.
+        the pattern; the message then says "at least", because there may be more.
         """
         elsewhere = self._certificate_of(self._of_backward.values, None).certify(self.of_func.asked)
-        lacks_entries = bool(self.numerical_suspects) or isinstance(elsewhere, Failure)
-        if isinstance(elsewhere, Incomplete):
-            lacks_entries = lacks_entries or elsewhere.refuted or elsewhere.rows.size > 0
+        lacks_entries = isinstance(elsewhere, Failure) or elsewhere.refuted or elsewhere.rows.size > 0
+        lacks_entries = lacks_entries or bool(self.numerical_suspects)
         if lacks_entries and failure.comparison is not None and failure.comparison.exhaustive:
             self.findings = Findings()  # its pairs count sums
             confirmed = self._confirmed_mismatch(may_be_sums=True)
@@ -379,86 +400,16 @@ class PatternVerdict(_Entries):
                 found = elsewhere if isinstance(elsewhere, Failure) else self._certified()
                 return found or incomplete([], refuted=True)
             failure = confirmed
-        return _with_entries_elsewhere(self._problem, self.findings, failure, elsewhere, lacks_entries)
-
-
-def _were_wrong_once(before: Tensor, replay: Callable[[], Tensor], single: Tensor, atol: float) -> bool:
-    """Whether replayed entries were wrong once, and a second replay gives the same entries as single evaluations."""
-    if not differ(before[None], single[None], atol, False):
-        return False  # replays only round differently
-    try:
-        return not differ(replay()[None], single[None], atol, False)
-    except RejectedError:
-        return False
-
-
-def _agreeing_pairs(
-    problem: Problem,
-    settings: Settings,
-    compression: Compression,
-    values: tuple[Tensor, Tensor],
-    statistics: list[float],
-) -> Iterator[PairComparison]:
-    """Yields the comparison of each output and input, all of whose entries agree.
-
-    values: the analytical and the numerical entries; statistics: of their comparison.
-    """
-    for output in problem.outputs:
-        within = compression.entries_of(output)
-        columns, *entries = (each[within] for each in (compression.columns, *values))
-        for block in problem.inputs:
-            if compression.leaves_out_pair(output, block):
-                continue
-            pair = PairComparison(output, block, settings, on_pattern=True)
-            if len(problem.inputs) == len(problem.outputs) == 1:
-                # The comparison of all entries was the comparison of this pair.
-                pair.add_statistics(columns.numel() // block.width, statistics)
-            elif len(problem.inputs) == 1:
-                pair.add_agreeing(*entries)
-            else:
-                own = (columns >= block.first) & (columns < block.end)
-                pair.add_agreeing(*(each[own] for each in entries))
-            yield pair
-
-
-def _with_entries_elsewhere(
-    problem: Problem, findings: Findings, failure: Failure, elsewhere: Failure | Incomplete, lacks_entries: bool
-) -> Failure:
-    """The mismatch in the pattern, or a larger one outside it; the message says "at least" if there may be more.
-
-    elsewhere: what the certificate of the backward found outside the pattern; lacks_entries: whether the pattern lacks
-    nonzero entries.
-    """
-    comparison = failure.comparison
-    if comparison is None:
-        return failure
-    unexplained = elsewhere.unexplained or 0.0 if isinstance(elsewhere, Incomplete) else 0.0
-    if not lacks_entries and unexplained <= comparison.largest_absolute:
-        return failure
-    findings.pairs = [pair for pair in findings.pairs if not pair.agrees]
-    other = elsewhere.comparison if isinstance(elsewhere, Failure) else None
-    if isinstance(elsewhere, Failure) and other and other.largest_absolute > comparison.largest_absolute:
-        findings.pairs = []
-        return elsewhere
-    output, block = problem.outputs[failure.output or 0], problem.inputs[failure.input or 0]
-    every = output.tensor.numel() * (block.size // block.width)
-    return replace(failure, comparison=replace(comparison, entries=every, exhaustive=False, on_pattern=False))
-
-
-def _pair(
-    compression: Compression, analytical: Tensor, numerical: Tensor, own: Tolerances, sides: tuple[Block, Part, Block]
-) -> PairComparison:
-    """The comparison of the entries of an output, or a part of it, and an input; sides: output, part and input."""
-    output, part, block = sides
-    within = compression.entries_of(output)
-    pair = PairComparison(output, block, own)
-    rows, columns = compression.rows[within] - output.first, compression.columns[within] - block.first
-    chosen = (columns >= 0) & (columns < block.size)
-    if part != "all":
-        chosen &= rows % 2 == (1 if part == "imaginary" else 0)
-    width = block.width
-    row_elements = rows[chosen][::width] // output.width
-    pair.add_entries(
-        analytical[within][chosen], numerical[within][chosen], row_elements, columns[chosen][::width] // width
-    )
-    return pair
+        comparison = failure.comparison
+        assert comparison is not None
+        unexplained = 0.0 if isinstance(elsewhere, Failure) else elsewhere.unexplained or 0.0
+        if not lacks_entries and unexplained <= comparison.largest_absolute:
+            return failure
+        self.findings.pairs = [pair for pair in self.findings.pairs if not pair.agrees]
+        other = elsewhere.comparison if isinstance(elsewhere, Failure) else None
+        if isinstance(elsewhere, Failure) and other and other.largest_absolute > comparison.largest_absolute:
+            self.findings.pairs = []
+            return elsewhere
+        output, block = self._problem.outputs[failure.output or 0], self._problem.inputs[failure.input or 0]
+        every = output.tensor.numel() * (block.size // block.width)
+        return replace(failure, comparison=replace(comparison, entries=every, exhaustive=False, on_pattern=False))

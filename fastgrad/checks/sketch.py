@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -71,7 +71,7 @@ class Screening:
     undecided
         The largest error that may be hidden, if the verdict is undecided; otherwise None.
     raised
-        The exception that backward raised for a one-hot grad_output.
+        The exception that backward raised for a one-hot grad_output, if all rows and columns are checked.
     certificates
         The certificates, if nothing was found and nothing is undecided.
     bound
@@ -140,8 +140,7 @@ class _Screen:
         if math.isfinite(self._smallest_bound):
             return self._verified(self._smallest_bound)
         assert self._first is not None
-        failure, unresolved = _one_by_one(self._problem, self._settings, self._first, self._pending, self._hidden)
-        return self._undecided(max(self._suspected, self._unresolved, unresolved)) if failure is None else failure
+        return self._one_by_one(self._first)
 
     def _differences(self, count: int, extrapolated: int) -> Differences:
         """Differences along the first `count` directions at this step size."""
@@ -154,12 +153,13 @@ class _Screen:
         search = _Search(problem, settings, differences)
         noise, norm = _noise(problem, settings, differences)
         weight = weights(noise, norm, settings.atol, self._pending)
-        all_count = all_count_fully(weight)
         tentative = self._extrapolated < self._count
         try:
             failure = _one_hot(problem, settings, search, differences) if self._attempt == 0 else None
         except Exception as error:
             raise_unless_of_func(error)
+            if self._selected or self._fixed is not None:
+                raise
             return Screening(raised=error)
         if failure is not None:
             return Screening(failure)
@@ -188,7 +188,7 @@ class _Screen:
             return self._undecided(problem.unspecified)
         if flagged is not None:
             return self._unconfirmed(differences, search, sketch.values[flagged[0]][flagged[1]])
-        return self._verify(differences, search, sketch, weight, all_count)
+        return self._verify(differences, search, sketch, weight)
 
     def _note_hidden(self, search: _Search, sketch: Sketch, weight: Tensor) -> None:
         """Notes, for each output, the size from which an error of one of its entries shows in these sums."""
@@ -209,14 +209,53 @@ class _Screen:
             return {}
         return self._earlier[1]
 
+    def _cotangents(self, weight: Tensor) -> list[Cotangent]:
+        return list(cotangents(self._settings.seed, weight, self._count, self._attempt))
+
     def _rows(self, differences: Differences, weight: Tensor, tentative: bool) -> tuple[Sketch, Failure | None]:
-        rows = list(cotangents(self._settings.seed, weight, self._count, self._attempt))
-        earlier = self._known(weight)
-        return _row_by_row(self._problem, self._settings, differences, rows, self._attempt == 0, tentative, earlier)
+        """The sketch, and a failure if the backward is not deterministic, depends on layouts, or raises.
+
+        This runs one VJP after the other. A tentative sketch ends with the first cotangent for which something looks
+        wrong. At the first step size, the first VJP uses the first graph, and another one is run several times.
+        """
+        problem, settings, repeat, earlier = self._problem, self._settings, self._attempt == 0, self._known(weight)
+        sketch = Sketch()
+        for number, cotangent in enumerate(self._cotangents(weight)):
+            try:
+                vector = cotangent.vector()
+                first_graph = repeat and not number
+                values, allowed, gradient = residual_row(problem, settings, differences, cotangent, vector, first_graph)
+                failure = None
+                if repeat and number == REPEATED:
+                    repeats = problem.vjp(vector.expand(RUNS - 1, -1))
+                    failure = _repeat_failure(problem, settings, vector, gradient, repeats)
+            except Exception as error:  # one-hot grad_outputs did not raise
+                raise_unless_of_func(error)
+                return sketch, raised_for(cotangent.kind, error)
+            if failure is None and number in earlier and _moves(settings, gradient, earlier[number]):
+                failure = nondeterministic(problem.outputs[0])
+            if failure is not None:
+                return sketch, failure
+            looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
+            if problem.n <= MAX_AT_ONCE or looks_wrong:
+                sketch.gradients[number] = gradient  # kept: compared with a rerun before the weights change
+            if looks_wrong and not tentative and cotangent.layout != Layout.CONTIGUOUS:
+                failure, _ = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
+                if failure is not None:
+                    return sketch, failure
+            if cotangent.expanded and not (looks_wrong and tentative):
+                continue  # an expanded cotangent has no weights, and only tests the layout
+            sketch.cotangents.append(cotangent)
+            sketch.values.append(values)
+            sketch.allowed.append(allowed)
+            sketch.allowance = max(sketch.allowance, max(allowed) / cotangent.scale - settings.atol / 4)
+            if looks_wrong and tentative:
+                break
+        return sketch, None
 
     def _moved(self, gradients: Mapping[int, Tensor], weight: Tensor) -> Failure | None:
         """The failure if VJPs differ when they are run again, before weights change; keys: numbers of cotangents."""
-        rows = list(cotangents(self._settings.seed, weight, self._count, self._attempt))
+        rows = self._cotangents(weight)
         for number, gradient in gradients.items():
             again = self._problem.vjp(rows[number].vector().unsqueeze(0), [rows[number].layout])[0]
             if _moves(self._settings, again, gradient):
@@ -232,12 +271,10 @@ class _Screen:
             return self._undecided(self._suspected)  # small errors in many entries: another step does not help
         return self._at_next_step(differences)
 
-    def _verify(
-        self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor, all_count: bool
-    ) -> Screening | None:
+    def _verify(self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor) -> Screening | None:
         """If no sum looks wrong, verifies the outputs whose noise is within their tolerance."""
         settings = self._settings
-        if not search.doubtful and all_count and not sketch.allowance:
+        if not search.doubtful and all_count_fully(weight) and not sketch.allowance:
             return self._verified(self._bound)
         hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.allowance) / weight, math.inf)
         verified = (hidden <= settings.allowed(differences.size())) & hidden.isfinite()
@@ -269,6 +306,18 @@ class _Screen:
         self._eps = next_step(self._settings, differences, self._base, self._pending)
         self._attempt += 1
         return None
+
+    def _one_by_one(self, differences: Differences) -> Screening:
+        """The verdict after a few of the outputs that no step size verified were examined separately."""
+        search = _Search(self._problem, self._settings, differences)
+        for row in self._pending.nonzero().reshape(-1)[:MAX_SINGLE].tolist():
+            found = search.examine_row(row)
+            if found is not None and found.remeasured is not None:
+                return Screening(located_failure([found]))
+            if found is None:
+                own = max(self._settings.atol, 4 * differences.noise[row].item())
+                self._hidden[row] = min(self._hidden[row].item(), own)
+        return self._undecided(max(self._suspected, self._unresolved, search.unresolved))
 
     def _verified(self, bound: float) -> Screening:
         return verified(self._settings, bound, self._unresolved)
@@ -353,75 +402,6 @@ def next_step(settings: Settings, differences: Differences, base: Tensor, pendin
     return max(differences.eps, settings.eps) * LARGER
 
 
-def _one_by_one(
-    problem: Problem, settings: Settings, differences: Differences, pending: Tensor, hidden: Tensor
-) -> tuple[Screening | None, float]:
-    """Examines a few outputs that no step size verified: the failure, if any, and the unresolved error of an entry.
-
-    hidden: per output, the size of an error that sums may hide, shape (m,); reduced for outputs that prove to be right.
-    """
-    search = _Search(problem, settings, differences)
-    for row in pending.nonzero().reshape(-1)[:MAX_SINGLE].tolist():
-        found = search.examine_row(row)
-        if found is not None and found.remeasured is not None:
-            return Screening(located_failure([found])), 0.0
-        if found is None:
-            own = max(settings.atol, 4 * differences.noise[row].item())
-            hidden[row] = min(hidden[row].item(), own)
-    return None, search.unresolved
-
-
-def _row_by_row(
-    problem: Problem,
-    settings: Settings,
-    differences: Differences,
-    rows: Sequence[Cotangent],
-    repeat: bool,
-    tentative: bool,
-    earlier: Mapping[int, Tensor],
-) -> tuple[Sketch, Failure | None]:
-    """The sketch, and a failure if the backward is not deterministic, depends on layouts, or raises.
-
-    This runs one VJP after the other. A tentative sketch ends with the first cotangent for which something looks wrong.
-
-    repeat: whether the first VJP uses the first graph, and another one is run several times. earlier: VJPs of the same
-    cotangents; keys: numbers of cotangents.
-    """
-    sketch = Sketch()
-    for number, cotangent in enumerate(rows):
-        try:
-            vector = cotangent.vector()
-            first_graph = repeat and not number
-            values, allowed, gradient = residual_row(problem, settings, differences, cotangent, vector, first_graph)
-            failure = None
-            if repeat and number == REPEATED:
-                repeats = problem.vjp(vector.expand(RUNS - 1, -1))
-                failure = _repeat_failure(problem, settings, vector, gradient, repeats)
-        except Exception as error:  # one-hot grad_outputs did not raise
-            raise_unless_of_func(error)
-            return sketch, raised_for(cotangent.kind, error)
-        if failure is None and number in earlier and _moves(settings, gradient, earlier[number]):
-            failure = nondeterministic(problem.outputs[0])
-        if failure is not None:
-            return sketch, failure
-        looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
-        if problem.n <= MAX_AT_ONCE or looks_wrong:
-            sketch.gradients[number] = gradient  # kept: compared with a rerun before the weights change
-        if looks_wrong and not tentative and cotangent.layout != Layout.CONTIGUOUS:
-            failure, _ = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
-            if failure is not None:
-                return sketch, failure
-        if cotangent.expanded and not (looks_wrong and tentative):
-            continue  # an expanded cotangent has no weights, and only tests the layout
-        sketch.cotangents.append(cotangent)
-        sketch.values.append(values)
-        sketch.allowed.append(allowed)
-        sketch.allowance = max(sketch.allowance, max(allowed) / cotangent.scale - settings.atol / 4)
-        if looks_wrong and tentative:
-            break
-    return sketch, None
-
-
 def _repeat_failure(
     problem: Problem, settings: Settings, vector: Tensor, gradient: Tensor, repeats: Iterable[Tensor]
 ) -> Failure | None:
@@ -439,8 +419,7 @@ def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
 
     False if nondet_tol allows differences.
     """
-    atol = min(own.atol for own in settings.inputs or (settings,))
-    return not settings.nondet_tol and differ(gradient[None], earlier[None], atol, False)
+    return not settings.nondet_tol and differ(gradient[None], earlier[None], settings.atol, False)
 
 
 class _Search:

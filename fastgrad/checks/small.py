@@ -37,7 +37,7 @@ from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 RELATIVE_STEP = relative_step(torch.float64)
 
-_Agree = Callable[[SmallCheck, Settings], bool]
+_Agree = Callable[[SmallCheck], bool]
 
 
 def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings) -> SmallCheck | None:
@@ -49,16 +49,16 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
     problem = SmallProblem.trace(func, arguments, RELATIVE_STEP, backward is None)
     if problem is None:
         return None
-    check = SmallCheck(problem=problem)
+    check = SmallCheck(problem=problem, settings=settings)
     if not problem.is_plain:
         return check
     worth_it = problem.n >= TIMED_COLUMNS or problem.seconds >= TIMED_SECONDS
     try:
         with Stopwatch(check.seconds) if worth_it else nullcontext():
-            if _values_pass(check, settings):
-                check.passes = _other_checks_pass(check, settings, backward)
+            if _values_pass(check):
+                check.passes = _other_checks_pass(check, backward)
     except OUT_OF_MEMORY:
-        return SmallCheck(problem=problem)  # the complete check needs less memory
+        return SmallCheck(problem=problem, settings=settings)  # the complete check needs less memory
     except BaseException as error:
         problem.evaluator.restore()
         raised = as_raised(error)
@@ -66,52 +66,52 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
             raise raised from raised.__cause__
         raise
     # If func changes its inputs only while no graph is recorded, the first graph has saved inputs that changed later.
-    return SmallCheck(problem=problem) if problem.evaluator.mutates_inputs else check
+    return SmallCheck(problem=problem, settings=settings) if problem.evaluator.mutates_inputs else check
 
 
-def _values_pass(check: SmallCheck, settings: Settings) -> bool:
+def _values_pass(check: SmallCheck) -> bool:
     """Whether derivatives and differences agree, in sums or entry by entry, and nothing is left to judge."""
-    problem = check.problem
+    problem, settings = check.problem, check.settings
     if sketches(problem, settings):
-        return problem.n + problem.m <= MAX_AT_ONCE and _modes_agree(check, settings, sums_agree, products_agree)
-    pattern = guessed_pattern(check, settings)
-    if pattern is not None and entries_agree(check, settings, pattern):
+        return problem.n + problem.m <= MAX_AT_ONCE and _modes_agree(check, sums_agree, products_agree)
+    pattern = guessed_pattern(check)
+    if pattern is not None and entries_agree(check, pattern):
         return True
     if not check.is_consistent or not is_one_block(problem, settings) or takes_first_look(problem, settings):
         return False
     if settings.check_backward_ad and problem.is_custom and not runs_single_rows(problem):
         return False
-    agree = _modes_agree(check, settings, _rows_agree, columns_agree)
-    return agree and (pattern is None or earlier_vjps_repeat(check, settings, 0))
+    agree = _modes_agree(check, _rows_agree, columns_agree)
+    return agree and (pattern is None or earlier_vjps_repeat(check, 0))
 
 
-def _modes_agree(check: SmallCheck, settings: Settings, backward_agrees: _Agree, forward_agrees: _Agree) -> bool:
-    if settings.check_backward_ad and not backward_agrees(check, settings):
-        return check.undecided_sums is not None and _undecided_rows_agree(check, settings)
-    return not settings.check_forward_ad or forward_agrees(check, settings)
+def _modes_agree(check: SmallCheck, backward_agrees: _Agree, forward_agrees: _Agree) -> bool:
+    if check.settings.check_backward_ad and not backward_agrees(check):
+        return check.undecided_sums is not None and _undecided_rows_agree(check)
+    return not check.settings.check_forward_ad or forward_agrees(check)
 
 
-def _undecided_rows_agree(check: SmallCheck, settings: Settings) -> bool:
+def _undecided_rows_agree(check: SmallCheck) -> bool:
     """Compares all entries after sums decided nothing, if this takes no more calls than sums at other steps.
 
     Returns whether nothing is left to judge. If entries are not compared, differences that changed between steps are
     repeated here, because the complete check does not use them: func may have returned other values once.
     """
     problem = check.problem
-    if problem.is_custom or not compares_undecided_entries(problem, settings):
-        changing_steps_repeat(check, settings, last_agrees=False)
+    if problem.is_custom or not compares_undecided_entries(problem, check.settings):
+        changing_steps_repeat(check, last_agrees=False)
         return False
-    return _rows_agree(check, settings) and undecided_calls_repeat(check, settings)
+    return _rows_agree(check) and undecided_calls_repeat(check)
 
 
-def _other_checks_pass(check: SmallCheck, settings: Settings, backward: Backward | None) -> bool:
+def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
     """Whether the remaining checks pass: batched derivatives and, if func is a backward, its gradients without a graph.
 
     The latter are computed for negated grad_outputs and must be the negated gradients. A backward that caches gradients
     by the address or identity of grad_output fails this.
     """
-    problem = check.problem
-    if settings.check_batched_forward_grad and not batched_tangents_agree(check, settings):
+    problem, settings = check.problem, check.settings
+    if settings.check_batched_forward_grad and not batched_tangents_agree(check):
         return False
     if settings.check_backward_ad and settings.check_batched_grad:
         check.batched = batched_difference(problem.graph, problem.graph.outputs, settings)
@@ -127,41 +127,41 @@ def _other_checks_pass(check: SmallCheck, settings: Settings, backward: Backward
     return False
 
 
-def _rows_agree(check: SmallCheck, settings: Settings) -> bool:
+def _rows_agree(check: SmallCheck) -> bool:
     """Compares all entries by reverse mode; returns whether nothing is left to judge.
 
     Without custom code, the VJPs run on the first graph after the differences have called func, as in torch's checker.
     """
     problem = check.problem
-    columns = None if problem.is_custom else numerical_columns(check, settings)
-    check.backward = check.noted(partial(whole_backward, problem, settings, problem.undisturbed_seconds))
+    columns = None if problem.is_custom else numerical_columns(check)
+    check.backward = check.noted(partial(whole_backward, problem, check.settings, problem.undisturbed_seconds))
     if check.backward is None:
         return False
     check.vjps += check.backward.vjps
     if problem.is_custom:
-        columns = numerical_columns(check, settings)
+        columns = numerical_columns(check)
     if columns is not None:
-        check.errors = _errors(problem, settings, check.backward, columns)
-    return check.errors is not None and _same_afterwards(check, settings)
+        check.errors = _errors(problem, check.settings, check.backward, columns)
+    return check.errors is not None and _same_afterwards(check)
 
 
 @phase("repeated calls")
-def _same_afterwards(check: SmallCheck, settings: Settings) -> bool:
+def _same_afterwards(check: SmallCheck) -> bool:
     """Whether gradients are the same on a graph recorded after the differences; for custom code, also on the first."""
     problem, backward = check.problem, check.backward
     assert backward is not None
     try:
         if problem.is_custom:
-            return _rows_repeat(check, settings, backward)
+            return _rows_repeat(check, backward)
         if not problem.record_again():
             check.vjp_varies = True
             return False
-        at_hand = product_at_hand(problem, settings, backward)
+        at_hand = product_at_hand(problem, check.settings, backward)
         check.vjps += 1
         if problem.repeats(*at_hand):
             return True
         # Some bits differ. If the gradients agree within the tolerances, the complete check uses them.
-        if not same_afterwards(SmallBackward(problem, check.vjps), settings, *at_hand):
+        if not same_afterwards(SmallBackward(problem, check.vjps), check.settings, *at_hand):
             check.vjp_varies, check.backward = True, None
     except Exception as error:
         raise_unless_of_func(error)
@@ -169,9 +169,9 @@ def _same_afterwards(check: SmallCheck, settings: Settings) -> bool:
     return False
 
 
-def _rows_repeat(check: SmallCheck, settings: Settings, backward: WholeBackward) -> bool:
+def _rows_repeat(check: SmallCheck, backward: WholeBackward) -> bool:
     again = SmallBackward(check.problem, check.vjps)
-    calls = RepeatedCalls(again, settings)
+    calls = RepeatedCalls(again, check.settings)
     calls.take(jacobian(again, backward), backward.products)
     # The differences have called func since the first graph was recorded.
     moves_there = calls.older_graph_failure() is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -16,7 +15,6 @@ from fastgrad.core.native import Derivatives
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import differ
 from fastgrad.report.data import Certificate
-from fastgrad.report.settings import Settings
 from fastgrad.verdict.grad_outputs import BATCH, batch_vectors
 from fastgrad.verdict.tangents import LINEAR_JVP, combined_tangents, sums_certificate, tangent_directions
 
@@ -24,77 +22,62 @@ MAX_COLUMNS = 256
 """Largest number of columns for which all one-hot tangents are held at once: half a megabyte."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Directions:
-    """Tangents of all inputs, end to end, for the JVPs of a small check.
-
-    Attributes
-    ----------
-    rows
-        Float64, shape (count, n).
-    undefined
-        For each row, the index of the input whose tangent is undefined, or -1. The previous row has zeros for this
-        input.
-    shares
-        The factors from `combined_tangents`; empty if there are no combined tangents.
-    """
-
-    rows: Tensor
-    undefined: list[int]
-    shares: Tensor
+_Tangents = tuple[Tensor, list[int]]
+"""Tangents of all inputs, end to end, for the JVPs of a small check: float64, shape (count, n); and, for each row, the
+index of the input whose tangent is undefined, or -1. The previous row has zeros for this input."""
 
 
-def columns_agree(check: SmallCheck, settings: Settings) -> bool:
+def columns_agree(check: SmallCheck) -> bool:
     """Compares all columns by forward mode with the numerical ones; returns whether nothing is left to judge."""
-    problem = check.problem
+    problem, settings = check.problem, check.settings
     if check.changed is not None or problem.n > MAX_COLUMNS:
         return False
-    columns = numerical_columns(check, settings) if check.columns is None else check.columns
+    columns = numerical_columns(check) if check.columns is None else check.columns
     if columns is None:
         return False
     made = _one_hot_directions(_sizes(check), settings.seed, settings.check_undefined_grad)
-    products = _jvps(check, settings, made)
+    products = _jvps(check, *made)
     if products is None:
         return False
     tangents, sums, undefined = products.tensor_split([problem.n, problem.n + 2])
     check.tangent_errors = problem.tangent_errors(tangents, columns, settings.atol, settings.rtol)
     if check.tangent_errors is None or not _as_zero(undefined):
         return False
-    if differ(made.rows[problem.n : problem.n + 2] @ tangents, sums, settings.atol, False):
+    if differ(made[0][problem.n : problem.n + 2] @ tangents, sums, settings.atol, False):
         return False
     check.certificates.append(Certificate(*LINEAR_JVP, settings.atol))
     return True
 
 
-def products_agree(check: SmallCheck, settings: Settings) -> bool:
+def products_agree(check: SmallCheck) -> bool:
     """Compares JVPs with differences along random directions, output by output; returns whether all agree."""
     if check.differences is not None:
-        return _products_agree(check, settings, *check.differences)
-    for differences, weight, bound in differences_by_step(check, settings):
-        if _products_agree(check, settings, differences, weight, bound):
-            return changing_steps_repeat(check, settings, last_agrees=True)
+        return _products_agree(check, *check.differences)
+    for differences, weight, bound in differences_by_step(check):
+        if _products_agree(check, differences, weight, bound):
+            return changing_steps_repeat(check, last_agrees=True)
         if check.early is not None or check.jvp_varies or not check.domains_match:
             return False
     return False
 
 
-def _products_agree(
-    check: SmallCheck, settings: Settings, differences: Derivatives, weight: Tensor, bound: float
-) -> bool:
+def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor, bound: float) -> bool:
     """Whether JVPs agree with differences and with each other; weight, bound: as from `differences_by_step`."""
-    count = differences.directions.shape[0]
-    made = _random_directions(differences.directions, _sizes(check), settings)
-    earlier = check.tangents
-    products = _jvps(check, settings, made)
+    settings = check.settings
+    directions, earlier = differences.directions, check.tangents
+    combination, shares = combined_tangents(directions, settings.seed)
+    made = torch.cat([directions, combination])
+    made, which = _with_undefined(made, directions[0], _sizes(check), settings.check_undefined_grad)
+    products = _jvps(check, made, which)
     if products is None:
         return False
     if earlier is not None:  # JVPs of nearly the same tangents, at another step
-        rows, which, known = earlier
-        check.tangents = torch.cat([rows, made.rows]), which + made.undefined, torch.cat([known, products])
+        rows, before, known = earlier
+        check.tangents = torch.cat([rows, made]), before + which, torch.cat([known, products])
         if differ(known, products, settings.atol, False):
             return False
-    tangents, combined, undefined = products.tensor_split([count, count + 2])
-    sums = made.shares[None, :2] @ tangents[:2], -made.shares[None, 2:] @ combined
+    tangents, combined, undefined = products.tensor_split([len(directions), len(directions) + 2])
+    sums = shares[None, :2] @ tangents[:2], -shares[None, 2:] @ combined
     expected = differences.derivatives
     if weight.numel():
         tangents, expected = tangents * weight, expected * weight
@@ -102,16 +85,16 @@ def _products_agree(
         return False
     if differ(*sums, settings.atol, False):
         return False
-    check.certificates.append(sums_certificate(count, bound, settings))
+    check.certificates.append(sums_certificate(len(directions), bound, settings))
     return True
 
 
 @phase("batched tangents")
-def batched_tangents_agree(check: SmallCheck, settings: Settings) -> bool:
+def batched_tangents_agree(check: SmallCheck) -> bool:
     """Whether JVPs under vmap equal single JVPs; if not, the complete check finds the difference."""
     problem = check.problem
     for k, input_ in enumerate(problem.graph.inputs):
-        vectors = batch_vectors(input_, settings.seed)
+        vectors = batch_vectors(input_, check.settings.seed)
         check.jvps += BATCH + 1
         try:
             single = native.at_dual_level(partial(problem.tangents, k, vectors))
@@ -132,16 +115,16 @@ def _sizes(check: SmallCheck) -> tuple[int, ...]:
 
 
 @phase("analytical columns")
-def _jvps(check: SmallCheck, settings: Settings, made: _Directions) -> Tensor | None:
+def _jvps(check: SmallCheck, rows: Tensor, undefined: list[int]) -> Tensor | None:
     """The JVPs of all rows: float64, shape (rows, m).
 
     None if func raises, returns something else or modifies a tangent, or if a tangent is real or complex unlike its
     output: then the complete check decides.
     """
     torch_private.load_decompositions()
-    check.jvps += len(made.undefined)
+    check.jvps += len(undefined)
     # A lambda: if a builtin raises, the innermost frame must be one of this file.
-    found = check.noted(lambda: native.at_dual_level(lambda: check.problem.jvps(made.rows, made.undefined)))
+    found = check.noted(lambda: native.at_dual_level(lambda: check.problem.jvps(rows, undefined)))
     if found is None:
         return None
     changed, products, domains_match = found
@@ -150,8 +133,8 @@ def _jvps(check: SmallCheck, settings: Settings, made: _Directions) -> Tensor | 
         return None
     if check.problem.evaluator.modified_tangent >= 0:
         return None
-    check.tangents = made.rows, made.undefined, products
-    check.domains_match = domains_match or not settings.check_grad_dtypes
+    check.tangents = rows, undefined, products
+    check.domains_match = domains_match or not check.settings.check_grad_dtypes
     return products if check.domains_match else None
 
 
@@ -161,35 +144,26 @@ def _as_zero(products: Tensor) -> bool:
 
 
 @lru_cache(32)
-def _one_hot_directions(sizes: tuple[int, ...], seed: int, undefined: bool) -> _Directions:
+def _one_hot_directions(sizes: tuple[int, ...], seed: int, undefined: bool) -> _Tangents:
     """One-hot tangents of all coordinates, the two of `TangentLinearityTest`, and rows for undefined tangents."""
     n = sum(sizes)
     dense = tangent_directions(n, seed, torch.device("cpu"))
     rows = torch.cat([torch.eye(n, dtype=torch.float64), dense])
-    return _with_undefined(rows, dense[0], sizes, undefined, torch.empty(0))
+    return _with_undefined(rows, dense[0], sizes, undefined)
 
 
-def _random_directions(directions: Tensor, sizes: tuple[int, ...], settings: Settings) -> _Directions:
-    """The given directions, the `combined_tangents` of the first two, and rows for undefined tangents."""
-    combined, shares = combined_tangents(directions, settings.seed)
-    rows = torch.cat([directions, combined])
-    return _with_undefined(rows, directions[0], sizes, settings.check_undefined_grad, shares)
-
-
-def _with_undefined(
-    rows: Tensor, dense: Tensor, sizes: tuple[int, ...], undefined: bool, shares: Tensor
-) -> _Directions:
+def _with_undefined(rows: Tensor, dense: Tensor, sizes: tuple[int, ...], undefined: bool) -> _Tangents:
     """The rows and, for each input, two copies of the dense row.
 
     In the first copy, the tangent of this input is zero. In the second copy, it is undefined.
     """
     which = [-1] * rows.shape[0]
     if not undefined:
-        return _Directions(rows, which, shares)
+        return rows, which
     others = dense.repeat(2 * len(sizes), 1)
     first = 0
     for k, size in enumerate(sizes):
         others[2 * k : 2 * k + 2, first : first + size] = 0.0
         which += [-1, k]
         first += size
-    return _Directions(torch.cat([rows, others]), which, shares)
+    return torch.cat([rows, others]), which

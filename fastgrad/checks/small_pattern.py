@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
@@ -32,14 +31,14 @@ from fastgrad.engines.compressed import compress
 from fastgrad.engines.grad_output_kinds import DENSE, GRAD_OUTPUT_KINDS
 from fastgrad.engines.plan import admitted_entries, sketch_size, small_pattern_pays, takes_first_look
 from fastgrad.engines.sketch import derivatives_vary
-from fastgrad.problem.coordinates import Block
+from fastgrad.problem.coordinates import Block, blocks_of
 from fastgrad.problem.first_look import KnownLook, values_vary
 from fastgrad.report.settings import Settings
 from fastgrad.structure import sparsity
 from fastgrad.structure.detection import CURVED
 from fastgrad.structure.sparsity import Mask, Pattern
 from fastgrad.verdict.analytical_certificate import analytical_certificate
-from fastgrad.verdict.linearity import SUM_ROUNDING, TERM_ROUNDING
+from fastgrad.verdict.linearity import sum_rounding
 from fastgrad.verdict.numerical_certificate import NEGLIGIBLE, ROUNDING, numerical_certificate
 
 LARGEST_SHARE = 1 / 4
@@ -58,27 +57,9 @@ NOISE_MARGIN = 9.0
 3, and errors from curvature by factors of up to 9."""
 
 
-@dataclass(frozen=True)
-class _Shapes:
-    """The coordinates of real strided tensors of some shapes."""
-
-    inputs: tuple[Block, ...]
-    outputs: tuple[Block, ...]
-    device = torch.device("cpu")
-    mixes_inputs = False
-
-    @property
-    def n(self) -> int:
-        return self.inputs[-1].end
-
-    @property
-    def m(self) -> int:
-        return self.outputs[-1].end
-
-
-def guessed_pattern(check: SmallCheck, settings: Settings) -> SmallPattern | None:
+def guessed_pattern(check: SmallCheck) -> SmallPattern | None:
     """A guess that agrees with one more evaluation, if comparing its entries costs less than comparing all entries."""
-    problem = check.problem
+    problem, settings = check.problem, check.settings
     if not small_pattern_pays(problem, 1, 1) or problem.is_custom or not problem.m:
         return None
     if settings.engine != "auto" or settings.check_forward_ad or problem.tensor_device.type != "cpu":
@@ -86,27 +67,27 @@ def guessed_pattern(check: SmallCheck, settings: Settings) -> SmallPattern | Non
     if problem.n + problem.m > MAX_AT_ONCE or any(width > 1 for _, _, width in (*problem.inputs, *problem.outputs)):
         return None
     reacted: Mask | None = None
-    for pattern in _guesses(check, settings):
+    for pattern in _guesses(check):
         if not small_pattern_pays(problem, pattern.compression.column_groups.count, len(pattern.only)):
             continue
         entries, reached = pattern.compression.pattern.nnz, _reached(pattern, settings.seed)
         if admitted_entries(settings, entries) < entries or reached.size - reached.sum() < MIN_UNREACHED:
             continue
-        reacted = _reacting_outputs(check, settings) if reacted is None else reacted
+        reacted = _reacting_outputs(check) if reacted is None else reacted
         if reacted is None or problem.evaluator.mutates_inputs:
             return None
         if not (reacted & ~reached).any():
             return pattern
-    _repeat_look(check, settings)
+    _repeat_look(check)
     return None
 
 
-def _repeat_look(check: SmallCheck, settings: Settings) -> None:
+def _repeat_look(check: SmallCheck) -> None:
     """Notes if func gives other values when it is called again at the points of the look.
 
     If the complete check takes a `first_look`, this is left to the complete check.
     """
-    if check.look is None or takes_first_look(check.problem, settings):
+    if check.look is None or takes_first_look(check.problem, check.settings):
         return
     displacement, nowhere = check.look.displacement, torch.zeros_like(check.look.displacement)
     for where, at, values in (
@@ -114,7 +95,7 @@ def _repeat_look(check: SmallCheck, settings: Settings) -> None:
         ("at the inputs", nowhere, check.look.base),
     ):
         again = _values_at(check, at)
-        if again is None or values_vary(check.problem, settings, again, values):
+        if again is None or values_vary(check.problem, check.settings, again, values):
             check.irreproducible.append(where)
 
 
@@ -131,113 +112,105 @@ def _reached(pattern: SmallPattern, seed: int) -> Mask:
     return pattern_of_entries.touched(_halved(pattern_of_entries.n, seed).numpy() != 0)
 
 
-def entries_agree(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> bool:
+def entries_agree(check: SmallCheck, pattern: SmallPattern) -> bool:
     """Compares the entries in a pattern, and certifies that there are no others; returns whether nothing is left open.
 
     The VJPs of the rows run on the first graph, after the differences have called func.
     """
-    numerical = _numerical_entries(check, settings, pattern)
+    numerical = _numerical_entries(check, pattern)
     if numerical is None:
         return False
-    gradients = check.noted(partial(_rows, check, settings, pattern))
+    gradients = check.noted(partial(_rows, check, pattern))
     if gradients is None:
         return False
     compression = pattern.compression
     analytical = gradients[pattern.row_groups, compression.columns]
-    errors = _errors(settings, pattern, gradients, numerical)
+    errors = _errors(check.settings, pattern, gradients, numerical)
     if (
         errors is not None
-        and sums_agree(check, settings, weighted=False)
-        and _sums_are_explained(check, settings, pattern, gradients, analytical)
+        and sums_agree(check, weighted=False)
+        and _sums_are_explained(check, pattern, gradients, analytical)
     ):
         check.errors, check.pattern = errors, pattern
         return True
-    _repeat_what_differs(check, settings, pattern, numerical if errors is None else None)
+    _repeat_what_differs(check, pattern, numerical if errors is None else None)
     add_products(check, pattern.grad_outputs, gradients)
     check.undecided_sums = None  # the complete check does not compare sums
     return False
 
 
-def _repeat_what_differs(
-    check: SmallCheck, settings: Settings, pattern: SmallPattern, numerical: Tensor | None
-) -> None:
+def _repeat_what_differs(check: SmallCheck, pattern: SmallPattern, numerical: Tensor | None) -> None:
     """Notes if differences that decided nothing, or were compared with nothing, change when they are repeated.
 
     numerical: the numerical entries, shape (entries,), if some differ from the analytical ones; otherwise None.
     """
     if not check.is_consistent:
         return
-    if not steps_repeat(check, settings, check.steps):
+    if not steps_repeat(check, check.steps):
         return
     if numerical is not None:
-        again = _numerical_entries(check, settings, pattern)
-        rounding = rounding_of_differences(check.problem, settings.eps)
-        if again is None or derivatives_vary(settings, again, numerical, rounding):
+        again = _numerical_entries(check, pattern)
+        rounding = rounding_of_differences(check, 1.0)
+        if again is None or derivatives_vary(check.settings, again, numerical, rounding):
             check.irreproducible.append("at steps of several inputs")
             return
-    _repeat_look(check, settings)
+    _repeat_look(check)
 
 
-def _guesses(check: SmallCheck, settings: Settings) -> Iterator[SmallPattern]:
+def _guesses(check: SmallCheck) -> Iterator[SmallPattern]:
     problem = check.problem
     sides = problem.graph.inputs, problem.graph.outputs
     shapes = tuple(tuple(tensor.shape for tensor in side) for side in sides)
     cached = problem.n + problem.m <= MAX_CACHED
     yield from (_guesses_by_shape if cached else _guesses_by_shape.__wrapped__)(*shapes)
-    if not takes_first_look(problem, settings):
+    if not takes_first_look(problem, check.settings):
         return  # finding equal values takes as long as the dense engine
     values, results = (flattened([tensor.detach() for tensor in side]).numpy() for side in sides)
     pattern = sparsity.guess_moved(values, results, np.ones(results.size, dtype=np.bool_))
     if pattern is not None:
-        yield _in_groups(_Shapes(*(_blocks(side) for side in shapes)), pattern)
+        yield _in_groups(pattern, *map(_blocks, shapes))
 
 
 @lru_cache(16)
 def _guesses_by_shape(inputs: tuple[torch.Size, ...], outputs: tuple[torch.Size, ...]) -> tuple[SmallPattern, ...]:
-    shapes = _Shapes(_blocks(inputs), _blocks(outputs))
-    guesses = (
-        sparsity.guess_pointwise(shapes.inputs, shapes.outputs),
-        sparsity.guess_in_order(shapes.inputs, shapes.outputs),
-    )
-    return tuple(_in_groups(shapes, pattern) for pattern in guesses if pattern is not None)
+    sides = _blocks(inputs), _blocks(outputs)
+    guesses = sparsity.guess_pointwise(*sides), sparsity.guess_in_order(*sides)
+    return tuple(_in_groups(pattern, *sides) for pattern in guesses if pattern is not None)
 
 
 def _blocks(shapes: tuple[torch.Size, ...]) -> tuple[Block, ...]:
-    blocks: list[Block] = []
-    for number, shape in enumerate(shapes):
-        first = blocks[-1].end if blocks else 0
-        blocks.append(Block(number, number, torch.empty(shape, device="meta"), first, shape.numel()))
-    return tuple(blocks)
+    """The coordinates of real strided tensors of some shapes."""
+    tensors = [torch.empty(shape, device="meta") for shape in shapes]
+    return blocks_of(tensors, range(len(shapes)), once=False)
 
 
-def _in_groups(shapes: _Shapes, pattern: Pattern) -> SmallPattern:
-    compression = compress(shapes, pattern)
+def _in_groups(pattern: Pattern, inputs: tuple[Block, ...], outputs: tuple[Block, ...]) -> SmallPattern:
+    compression = compress(pattern, inputs, outputs, torch.device("cpu"))
     vectors: list[Tensor] = []
     only: list[int] = []
-    one_hot: list[int] = []
     row_groups = torch.empty(pattern.nnz, dtype=torch.int64, device="cpu")
-    for output, grouping in zip(shapes.outputs, compression.row_groups, strict=True):
+    for output, grouping in zip(outputs, compression.row_groups, strict=True):
         for group, entries in enumerate(grouping.entries()):
             row_groups[entries] = len(vectors)
             vectors.append(output.first + torch.from_numpy(grouping.members(group)))
             only.append(output.index)
-    for output in shapes.outputs:
+    row_group_count = len(vectors)
+    for output in outputs:
         for element in one_hot_elements(output.size, 0) if output.size else []:
-            one_hot.append(output.first + element)
             vectors.append(torch.tensor([output.first + element], device="cpu"))
             only.append(output.index)
-    grad_outputs = torch.zeros(len(vectors), shapes.m, dtype=torch.float64, device="cpu")
+    grad_outputs = torch.zeros(len(vectors), pattern.m, dtype=torch.float64, device="cpu")
     for row, coordinates in enumerate(vectors):
         grad_outputs[row, coordinates] = 1.0
-    return SmallPattern(compression, shapes.inputs, shapes.outputs, grad_outputs, only, row_groups, one_hot)
+    return SmallPattern(compression, inputs, outputs, grad_outputs, only, row_groups, row_group_count)
 
 
-def _reacting_outputs(check: SmallCheck, settings: Settings) -> Mask | None:
+def _reacting_outputs(check: SmallCheck) -> Mask | None:
     """A mask of the outputs that change if a random half of the inputs moves: shape (m,).
 
     None if func raises for such a step, or returns something else.
     """
-    displacement, base = _halved(check.problem.n, settings.seed) * settings.eps, check.problem.base()
+    displacement, base = _halved(check.problem.n, check.settings.seed) * check.settings.eps, check.problem.base()
     start = time.perf_counter()
     values = _values_at(check, displacement)
     if values is None:
@@ -252,21 +225,21 @@ def _values_at(check: SmallCheck, displacement: Tensor) -> Tensor | None:
 
 
 @phase("numerical columns")
-def _numerical_entries(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> Tensor | None:
+def _numerical_entries(check: SmallCheck, pattern: SmallPattern) -> Tensor | None:
     """The numerical entries, shape (entries,); None if func raises for steps of groups, or returns something else."""
     compression = pattern.compression
     groups = compression.column_groups.groups
-    found = unless_rejected(partial(check.problem.difference_entries, groups, compression.columns, settings.eps))
+    found = unless_rejected(partial(check.problem.difference_entries, groups, compression.columns, check.settings.eps))
     return None if isinstance(found, tuple) else found
 
 
 @phase("backward")
-def _rows(check: SmallCheck, settings: Settings, pattern: SmallPattern) -> Tensor | None:
+def _rows(check: SmallCheck, pattern: SmallPattern) -> Tensor | None:
     """The VJPs of the grad_outputs of a pattern, shape (rows, n); None if a gradient has a wrong size or dtype."""
     rows = len(pattern.only)
     gradients, match = check.problem.vjps(pattern.grad_outputs, [Layout.CONTIGUOUS] * rows, pattern.only)
     check.vjps += rows
-    check.vjp_varies = not match.sizes or (settings.check_grad_dtypes and not match.dtypes)
+    check.vjp_varies = not match.sizes or (check.settings.check_grad_dtypes and not match.dtypes)
     return None if check.vjp_varies else gradients
 
 
@@ -290,23 +263,22 @@ def _errors(
     return errors
 
 
-def _explains_look(check: SmallCheck, settings: Settings, analytical: Tensor, columns: Tensor, rows: Tensor) -> bool:
+def _explains_look(check: SmallCheck, analytical: Tensor, columns: Tensor, rows: Tensor) -> bool:
     """Whether the entries explain the outputs next to the inputs, up to curvature."""
     assert check.look is not None
     look = check.look
-    allowed = settings.eps * settings.atol + ROUNDING * check.problem.unit_roundoff * largest(look.base)
+    allowed = check.settings.eps * check.settings.atol + ROUNDING * check.problem.unit_roundoff * largest(look.base)
     change = (look.values - look.base)[None]
     return explained_sums(analytical, columns, rows, look.displacement[None], change, allowed, CURVED) is not None
 
 
 @phase("certificates")
-def _sums_are_explained(
-    check: SmallCheck, settings: Settings, pattern: SmallPattern, gradients: Tensor, analytical: Tensor
-) -> bool:
+def _sums_are_explained(check: SmallCheck, pattern: SmallPattern, gradients: Tensor, analytical: Tensor) -> bool:
     """Whether entries outside the pattern are zero: the entries must explain derivatives along directions, and VJPs.
 
     If they are, adds the certificates.
     """
+    settings = check.settings
     problem, compression = check.problem, pattern.compression
     assert check.differences is not None
     assert check.products is not None
@@ -318,10 +290,10 @@ def _sums_are_explained(
     if (
         of_func is None
         or not of_func <= LARGEST_SHARE * settings.atol
-        or not _explains_look(check, settings, analytical, columns, rows)
+        or not _explains_look(check, analytical, columns, rows)
     ):
         return False
-    rounding = (TERM_ROUNDING + SUM_ROUNDING * compression.pattern.most_in_column**0.5) * problem.unit_roundoff
+    rounding = sum_rounding(compression.pattern.most_in_column, problem.unit_roundoff)
     count = pattern.row_group_count
     alone = pattern.grad_outputs[count:], gradients[count:]
     sizes = [

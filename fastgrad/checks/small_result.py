@@ -16,6 +16,7 @@ from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import KnownLook
 from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Mode, Part
+from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 
 Result = TypeVar("Result")
@@ -35,8 +36,8 @@ class SmallPattern:
         The index of the output to which each of these rows belongs.
     row_groups
         The row group of each entry: int64, shape (entries,).
-    one_hot
-        The coordinates of the one-hot rows, which must equal rows that were computed together with others.
+    row_group_count
+        The number of row groups. Further rows are one-hot, and must equal rows computed together with others.
     """
 
     compression: Compression
@@ -45,21 +46,13 @@ class SmallPattern:
     grad_outputs: Tensor
     only: list[int]
     row_groups: Tensor
-    one_hot: list[int]
-
-    @property
-    def row_group_count(self) -> int:
-        """The number of row groups."""
-        return len(self.only) - len(self.one_hot)
+    row_group_count: int
 
     def plan(self) -> Plan:
         """The plan of a check of its entries."""
-        groups = self.compression.column_groups.count, self.row_group_count
-        pattern = self.compression.pattern
+        pattern, columns, rows = self.compression.pattern, self.compression.column_groups.count, self.row_group_count
         memory = pattern.nnz * cost_model.COSTS.entry_bytes
-        return Plan(
-            "compressed", 0, 0, True, pattern.origin, column_groups=groups[0], row_groups=groups[1], memory=memory
-        )
+        return Plan("compressed", 0, 0, True, pattern.origin, column_groups=columns, row_groups=rows, memory=memory)
 
     def entries_between(self, output: int, input: int) -> int:
         """Number of entries in the rows of an output and the columns of an input."""
@@ -78,8 +71,8 @@ class SmallCheck(Findings):
 
     Attributes
     ----------
-    problem
-        func, its first evaluation and its graph.
+    problem, settings
+        func, its first evaluation and its graph; and the keywords of the check.
     changed
         Where and what func returned instead of its outputs, if `columns` could not be computed for this reason.
     moved, jvp_varies
@@ -115,6 +108,7 @@ class SmallCheck(Findings):
     """
 
     problem: SmallProblem
+    settings: Settings
     changed: tuple[int, int, Any] | None = None
     errors: list[list[tuple[float, float]]] | None = None
     pattern: SmallPattern | None = None

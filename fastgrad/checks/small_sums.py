@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.errors import raise_if_transient
-from fastgrad.core.native import Derivatives, Layout, RandomDirections, SmallProblem, flattened, largest_residuals
+from fastgrad.core.native import Derivatives, Layout, RandomDirections, flattened, largest_residuals
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import SKETCH_DIRECTIONS
@@ -49,9 +49,9 @@ NOISE_MARGIN = 4.0
 
 
 @phase("numerical columns")
-def numerical_columns(check: SmallCheck, settings: Settings) -> Tensor | None:
+def numerical_columns(check: SmallCheck) -> Tensor | None:
     """Measures the numerical Jacobian: float64, shape (n, m). None, and noted, if func returned something else."""
-    found = check.problem.difference_columns(settings.eps)
+    found = check.problem.difference_columns(check.settings.eps)
     if isinstance(found, tuple):
         check.changed = found
         return None
@@ -59,7 +59,7 @@ def numerical_columns(check: SmallCheck, settings: Settings) -> Tensor | None:
     return found
 
 
-def sums_agree(check: SmallCheck, settings: Settings, weighted: bool = True) -> bool:
+def sums_agree(check: SmallCheck, weighted: bool = True) -> bool:
     """Compares sums of entries along random directions; returns whether nothing is left to judge.
 
     A few VJPs run on the graph of the first evaluation, those of a custom backward before and after the differences.
@@ -68,20 +68,22 @@ def sums_agree(check: SmallCheck, settings: Settings, weighted: bool = True) -> 
 
     weighted: whether sums with weights count.
     """
+    settings = check.settings
     problem, count = check.problem, sketch_size(settings.confidence)
-    plain = _plain(check, settings)
+    plain = _plain(check)
     run_early = partial(check.noted, partial(_early_vjps, check, plain))
     early = run_early() if problem.is_custom else None
     if early is None and problem.is_custom:
         return False
     done: tuple[ScreeningGradOutputs, Tensor] | None = None
-    for differences, weight, bound in differences_by_step(check, settings):
+    for differences, weight, bound in differences_by_step(check):
         if weight.numel() and not weighted:
-            if _noise_of(differences, SMALLER_STEP**2) > settings.atol / NOISE_SHARE:
+            norm = differences.sizes[0] if differences.sizes else math.inf
+            if norm * SMALLER_STEP**2 > settings.atol / NOISE_SHARE:
                 break
             continue
         if early is not None and done is None:
-            again = check.noted(partial(_run_after_differences, check, settings, plain, early))
+            again = check.noted(partial(_run_after_differences, check, plain, early))
             if again is None or check.vjp_varies:
                 return False
         early = run_early() if early is None else early
@@ -93,17 +95,17 @@ def sums_agree(check: SmallCheck, settings: Settings, weighted: bool = True) -> 
                 if weight.numel()
                 else plain
             )
-            gradients = check.noted(partial(_all_vjps, check, settings, made, plain, early))
+            gradients = check.noted(partial(_all_vjps, check, made, plain, early))
             if gradients is None:
                 return False
             done = made, gradients
         if _agree(settings, differences, *done):
-            if not changing_steps_repeat(check, settings, last_agrees=True):
+            if not changing_steps_repeat(check, last_agrees=True):
                 return False
-            if not check.noted(partial(earlier_vjps_repeat, check, settings, done[0].of_all)):
+            if not check.noted(partial(earlier_vjps_repeat, check, done[0].of_all)):
                 return False
             check.bound, check.differences = bound, (differences, weight, bound)
-            third = partial(_same_on_third, check, settings, *done)
+            third = partial(_same_on_third, check, *done)
             return not problem.is_custom or check.noted(third) is not None
     early = run_early() if early is None else early
     if early is None:
@@ -122,22 +124,22 @@ def _layout(check: SmallCheck) -> tuple[tuple[int, int, int], ...]:
     return tuple((first, width, elements) for first, (_, elements, width) in zip(starts, outputs, strict=False))
 
 
-def _plain(check: SmallCheck, settings: Settings) -> ScreeningGradOutputs:
-    count = sketch_size(settings.confidence)
-    return screening_grad_outputs(_layout(check), settings.seed, count, check.problem.is_custom)
+def _plain(check: SmallCheck) -> ScreeningGradOutputs:
+    count = sketch_size(check.settings.confidence)
+    return screening_grad_outputs(_layout(check), check.settings.seed, count, check.problem.is_custom)
 
 
-def undecided_calls_repeat(check: SmallCheck, settings: Settings) -> bool:
+def undecided_calls_repeat(check: SmallCheck) -> bool:
     """Whether the calls of undecided sums, repeated after all entries agreed, give the same results again."""
     assert check.undecided_sums is not None
-    if not steps_repeat(check, settings, check.steps):
+    if not steps_repeat(check, check.steps):
         return False
-    plain = _plain(check, settings)
+    plain = _plain(check)
     repeated = check.noted(partial(_early_vjps, check, plain))
-    return repeated is not None and _same_as_early(check, settings, plain, repeated, check.undecided_sums)
+    return repeated is not None and _same_as_early(check, plain, repeated, check.undecided_sums)
 
 
-def changing_steps_repeat(check: SmallCheck, settings: Settings, last_agrees: bool) -> bool:
+def changing_steps_repeat(check: SmallCheck, last_agrees: bool) -> bool:
     """Whether differences that change from one step to the other are the same when they are repeated.
 
     If they are not, func returned other values once, which the complete check would not detect.
@@ -145,27 +147,23 @@ def changing_steps_repeat(check: SmallCheck, settings: Settings, last_agrees: bo
     last_agrees: whether the differences of the last step agree with VJPs, and need not be repeated.
     """
     *earlier, last = check.steps
+    final = last[2].derivatives
     changing = [
-        (step, budget, differences)
-        for step, budget, differences in earlier
-        if derivatives_vary(
-            settings,
-            differences.derivatives,
-            last[2].derivatives,
-            rounding_of_differences(check.problem, settings.eps * step),
-        )
+        (step, budget, before)
+        for step, budget, before in earlier
+        if derivatives_vary(check.settings, before.derivatives, final, rounding_of_differences(check, step))
     ]
-    return steps_repeat(check, settings, changing if last_agrees or not changing else [*changing, last])
+    return steps_repeat(check, changing if last_agrees or not changing else [*changing, last])
 
 
-def steps_repeat(check: SmallCheck, settings: Settings, steps: Sequence[tuple[float, float, Derivatives]]) -> bool:
+def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivatives]]) -> bool:
     """Whether the differences of some steps are the same when they are repeated; notes if they are not."""
     for step, budget, before in steps:
-        again = _differences(check, settings, step, budget)
-        rounding = rounding_of_differences(check.problem, settings.eps * step)
+        again = _differences(check, step, budget)
+        rounding = rounding_of_differences(check, step)
         # None: func now raises or returns something else.
         if again is None or any(
-            derivatives_vary(settings, *pair, rounding)
+            derivatives_vary(check.settings, *pair, rounding)
             for pair in ((again.derivatives, before.derivatives), (again.noise, before.noise))
         ):
             check.irreproducible.append(ALONG_DIRECTION)
@@ -173,24 +171,25 @@ def steps_repeat(check: SmallCheck, settings: Settings, steps: Sequence[tuple[fl
     return True
 
 
-def differences_by_step(check: SmallCheck, settings: Settings) -> Iterator[tuple[Derivatives, Tensor, float]]:
+def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor, float]]:
     """Yields directional derivatives at eps, then at one other step, with the result of `_weight` for them.
 
     A step at which the noise is too large is not yielded, but kept in `check.steps` like the others.
     """
+    settings = check.settings
     step, budget = 1.0, settings.atol / (2 * NOISE_SHARE)
     for _ in range(MAX_STEPS):
-        differences = _differences(check, settings, step, budget)
+        differences = _differences(check, step, budget)
         if differences is None:
             return
         check.steps.append((step, budget, differences))
-        weighed = _weight(check, settings, differences, 1.0)
+        weighed = _weight(check, differences, 1.0)
         if weighed is not None:
             yield differences, *weighed
-        elif _weight(check, settings, differences, SMALLER_STEP**2) is None:
+        elif _weight(check, differences, SMALLER_STEP**2) is None:
             # Noise from curvature or rounding alone would be small enough at the other step. So the reason may be a
             # kink, or a func that returns other values for the same inputs.
-            if _noise_varies(check, settings, step, budget, differences):
+            if _noise_varies(check, step, budget, differences):
                 check.irreproducible.append(ALONG_DIRECTION)
             return
         # If the sums do not agree although the noise is small enough, another direction may be curved more.
@@ -210,30 +209,30 @@ def _step_factor(settings: Settings, differences: Derivatives) -> float:
     return factor
 
 
-def rounding_of_differences(problem: SmallProblem, step: float) -> float:
-    """The error of differences if rounding changes the largest output by two unit roundoffs."""
-    size = max((largest(output.detach()) for output in problem.graph.outputs), default=0.0)
-    return 2 * problem.unit_roundoff * size / step
+def rounding_of_differences(check: SmallCheck, step: float) -> float:
+    """The error of differences at a step, relative to eps, if rounding changes the largest output by two roundoffs."""
+    size = max((largest(output.detach()) for output in check.problem.graph.outputs), default=0.0)
+    return 2 * check.problem.unit_roundoff * size / (check.settings.eps * step)
 
 
-def _noise_varies(check: SmallCheck, settings: Settings, step: float, budget: float, differences: Derivatives) -> bool:
+def _noise_varies(check: SmallCheck, step: float, budget: float, differences: Derivatives) -> bool:
     """Like `func_varies`, for differences at a step."""
     return func_varies(
-        settings,
-        rounding_of_differences(check.problem, settings.eps * step),
+        check.settings,
+        rounding_of_differences(check, step),
         differences,
-        partial(_differences, check, settings, step, budget),
-        is_quiet=lambda again: _weight(check, settings, again, 1.0) is not None,
-        values_move=partial(_values_vary, check, settings),
+        partial(_differences, check, step, budget),
+        is_quiet=lambda again: _weight(check, again, 1.0) is not None,
+        values_move=partial(_values_vary, check),
     )
 
 
-def _values_vary(check: SmallCheck, settings: Settings) -> bool:
+def _values_vary(check: SmallCheck) -> bool:
     before = flattened([output.detach() for output in check.problem.graph.outputs]).clone()
     if not check.problem.record_again():
         return True
     again = flattened([output.detach() for output in check.problem.graph.outputs])
-    return values_vary(check.problem, settings, again, before)
+    return values_vary(check.problem, check.settings, again, before)
 
 
 @phase("backward")
@@ -244,14 +243,13 @@ def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
 
 
 @phase("directional differences")
-def _differences(
-    check: SmallCheck, settings: Settings, step: float, budget: float, count: int | None = None
-) -> Derivatives | None:
+def _differences(check: SmallCheck, step: float, budget: float, count: int | None = None) -> Derivatives | None:
     """Derivatives along directions, with few evaluations; None if func raises for the steps or returns something else.
 
     step: relative to eps. budget: the largest 2-norm of noise with which one-sided differences are taken; 0: only
     central differences. count: number of directions; None: that of a sketch.
     """
+    settings = check.settings
     streams = [SKETCH_DIRECTIONS + 16 * k for k in range(count or sketch_size(settings.confidence))]
     along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step))
     evaluate = partial(check.problem.screening_derivatives, along, KINK, budget)
@@ -266,20 +264,14 @@ def _differences(
     return found
 
 
-def _noise_of(differences: Derivatives, share: float) -> float:
-    """`share` times the 2-norm of the noise; infinite if the norm is not known."""
-    return share * (differences.sizes[0] if differences.sizes else math.inf)
-
-
-def _weight(
-    check: SmallCheck, settings: Settings, differences: Derivatives, share: float
-) -> tuple[Tensor, float] | None:
+def _weight(check: SmallCheck, differences: Derivatives, share: float) -> tuple[Tensor, float] | None:
     """The weight of each output, shape (m,), empty if all are 1; and the size of an entry's error that sums show.
 
     None if noise may hide errors beyond the tolerance.
 
     share: the share of the noise that counts.
     """
+    settings = check.settings
     norm, size = differences.sizes or (math.inf, math.inf)
     rounding = ROUNDING * check.problem.unit_roundoff * size * check.problem.m**0.5
     if not rounding <= settings.atol / (4 * NOISE_SHARE):
@@ -295,11 +287,12 @@ def _weight(
 
 
 @phase("repeated calls")
-def _run_after_differences(check: SmallCheck, settings: Settings, plain: ScreeningGradOutputs, early: Tensor) -> Tensor:
+def _run_after_differences(check: SmallCheck, plain: ScreeningGradOutputs, early: Tensor) -> Tensor:
     """Runs the early VJPs again, after the differences have called func; returns them, and notes if they have changed.
 
     They run in reverse order, so that a backward that is wrong in every third call gives another gradient.
     """
+    settings = check.settings
     order = [1, 0]
     known, cotangents = early[order], plain.early[order]
     again = check.problem.vjps(cotangents, [Layout.CONTIGUOUS] * 2, [plain.early_only[row] for row in order])[0]
@@ -311,14 +304,14 @@ def _run_after_differences(check: SmallCheck, settings: Settings, plain: Screeni
 
 @phase("backward")
 def _all_vjps(
-    check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, plain: ScreeningGradOutputs, early: Tensor
+    check: SmallCheck, made: ScreeningGradOutputs, plain: ScreeningGradOutputs, early: Tensor
 ) -> Tensor | None:
     """The VJPs of all grad_outputs in `made`, on a newly recorded graph: float64, shape (rows, n).
 
     None if something is inconsistent: the graph, the size or dtype of a gradient, a repeated VJP, a sum of VJPs, or,
     without custom code, the gradients for zero grad_outputs.
     """
-    problem = check.problem
+    problem, settings = check.problem, check.settings
     if not problem.record_again():
         check.vjp_varies = True
         return None
@@ -335,7 +328,7 @@ def _all_vjps(
     again = product * REPEAT_SCALE
     if problem.is_custom:
         again = torch.cat([again, gradients[made.again : made.again + 1]])
-    if not _same_as_early(check, settings, plain, again, early):
+    if not _same_as_early(check, plain, again, early):
         add_products(check, unweighted, product)
         return None
     if made.separate:
@@ -345,14 +338,14 @@ def _all_vjps(
             check.vjp_varies = bool(beyond.isfinite().all())
             if not check.vjp_varies:  # an overflow recurs; a value that is not finite in one run only is an error
                 rows = [REPEATED, *made.separate]
-                _repeat(check, settings, made, gradients, rows, run_again=rows)
+                _repeat(check, made, gradients, rows, run_again=rows)
             return None
     # A backward may be wrong only after several calls on the same graph. This is about the tenth call.
     if (problem.is_custom or not torch.equal(again, early)) and _repeat(
-        check, settings, made, gradients, [REPEATED], run_again=[REPEATED]
+        check, made, gradients, [REPEATED], run_again=[REPEATED]
     ) is None:
         return None
-    if not problem.is_custom and not _zeros_are_zero(check, settings):
+    if not problem.is_custom and not _zeros_are_zero(check):
         return None
     return gradients
 
@@ -364,11 +357,12 @@ def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
 
 
 @phase("repeated calls")
-def earlier_vjps_repeat(check: SmallCheck, settings: Settings, last: int) -> bool:
+def earlier_vjps_repeat(check: SmallCheck, last: int) -> bool:
     """Whether VJPs that decided nothing add up to the VJP of the sum of their cotangents.
 
     last: how many of the last rows are left out, because they did decide.
     """
+    settings = check.settings
     assert check.products is not None
     cotangents, gradients = (rows[: rows.shape[0] - last] for rows in check.products)
     if cotangents.shape[0]:
@@ -382,10 +376,9 @@ def earlier_vjps_repeat(check: SmallCheck, settings: Settings, last: int) -> boo
     return not check.vjp_varies
 
 
-def _same_as_early(
-    check: SmallCheck, settings: Settings, plain: ScreeningGradOutputs, again: Tensor, early: Tensor
-) -> bool:
+def _same_as_early(check: SmallCheck, plain: ScreeningGradOutputs, again: Tensor, early: Tensor) -> bool:
     """Whether VJPs equal the early ones of the first graph; notes if they have changed."""
+    settings = check.settings
     if torch.equal(again, early):
         return True
     problem, sums = check.problem, plain.early.abs().sum(1).tolist()
@@ -414,19 +407,17 @@ def _agree(settings: Settings, differences: Derivatives, made: ScreeningGradOutp
     return all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
 
 
-def _zeros_are_zero(check: SmallCheck, settings: Settings) -> bool:
+def _zeros_are_zero(check: SmallCheck) -> bool:
     """Whether zero and undefined grad_outputs give zeros. These run last, because they detect the fewest errors."""
     outputs = len(check.problem.outputs)
-    check.vjps += 1 + ((1 + (outputs if outputs > 1 else 0)) if settings.check_undefined_grad else 0)
-    are_zero = check.problem.are_zeros_zero(settings.check_undefined_grad)
+    check.vjps += 1 + ((1 + (outputs if outputs > 1 else 0)) if check.settings.check_undefined_grad else 0)
+    are_zero = check.problem.are_zeros_zero(check.settings.check_undefined_grad)
     check.vjp_varies = check.vjp_varies or are_zero is False
     return bool(are_zero)
 
 
 @phase("repeated calls")
-def _same_on_third(
-    check: SmallCheck, settings: Settings, made: ScreeningGradOutputs, gradients: Tensor
-) -> Tensor | None:
+def _same_on_third(check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor) -> Tensor | None:
     """The gradients if a custom backward gives the same one-hot row and product on a third graph; otherwise None.
 
     Also None if zero grad_outputs do not give zeros.
@@ -434,17 +425,16 @@ def _same_on_third(
     if not check.problem.record_again():
         check.vjp_varies = True
         return None
-    rounding = _repeat(check, settings, made, gradients, [made.again, REPEATED])
+    rounding = _repeat(check, made, gradients, [made.again, REPEATED])
     if rounding is None:
         return None
     what = "product and one-hot row"
-    check.certificates.append(repeated_calls_certificate(what, check.vjps, max(settings.nondet_tol, rounding)))
-    return gradients if _zeros_are_zero(check, settings) else None
+    check.certificates.append(repeated_calls_certificate(what, check.vjps, max(check.settings.nondet_tol, rounding)))
+    return gradients if _zeros_are_zero(check) else None
 
 
 def _repeat(
     check: SmallCheck,
-    settings: Settings,
     made: ScreeningGradOutputs,
     gradients: Tensor,
     order: list[int],
@@ -457,9 +447,9 @@ def _repeat(
     again = SmallBackward(check.problem, check.vjps)
 
     def tolerance(row: int) -> float:
-        return settings.nondet_tol * float(made.vectors[row].abs().sum())
+        return check.settings.nondet_tol * float(made.vectors[row].abs().sum())
 
     rows = made.vectors, made.only, gradients.clone()
-    moving, rounding = first_varying(again, settings, *rows, order, tolerance, run_again)
+    moving, rounding = first_varying(again, check.settings, *rows, order, tolerance, run_again)
     check.vjps, check.vjp_varies = again.vjps, moving is not None
     return None if check.vjp_varies else rounding

@@ -7,11 +7,10 @@ pattern are not detected here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -102,59 +101,48 @@ class Compression:
         return slice(*(int(self.pattern.starts[row]) for row in (output.first, output.end)))
 
 
-class Coordinates(Protocol):
-    """What coloring needs to know of a problem."""
-
-    @property
-    def inputs(self) -> tuple[Block, ...]: ...
-    @property
-    def outputs(self) -> tuple[Block, ...]: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def m(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def mixes_inputs(self) -> bool: ...
-
-
 @phase("coloring")
 def compress(
-    problem: Coordinates, pattern: Pattern, excluded_rows: Mask | None = None, excluded_columns: Mask | None = None
+    pattern: Pattern,
+    inputs: Sequence[Block],
+    outputs: Sequence[Block],
+    device: torch.device,
+    excluded_rows: Mask | None = None,
+    excluded_columns: Mask | None = None,
 ) -> Compression:
-    """Colors the columns and rows of a pattern; excluded_rows, excluded_columns: masks, shapes (m,) and (n,)."""
+    """Colors the columns and rows of a pattern.
+
+    inputs, outputs: the tensors whose coordinates are the columns and the rows. device: of the values. excluded_rows,
+    excluded_columns: masks, shapes (m,) and (n,).
+    """
     if excluded_rows is not None or excluded_columns is not None:
         pattern = pattern.without(excluded_rows, excluded_columns)
     # With one group, or one entry per row, many ranges are equal. They are shared, because none is written to.
-    arange = lru_cache(np.arange) if problem.n + problem.m > PIECE else np.arange
-    rows, columns = (torch.from_numpy(values).to(problem.device) for values in (pattern.rows(), pattern.columns))
+    arange = lru_cache(np.arange) if pattern.n + pattern.m > PIECE else np.arange
+    rows, columns = (torch.from_numpy(values).to(device) for values in (pattern.rows(), pattern.columns))
     if pattern.most_in_row <= 1:
         colors = np.zeros(pattern.n, dtype=np.int64)  # no two columns share a row: no need to transpose
     else:
         starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
         colors = coloring.color(starts, members, pattern.m)
-    if problem.mixes_inputs:
-        colors = _by_step(problem, colors)
+    if len({block.step for block in inputs}) > 1:
+        colors = _by_step(inputs, colors)
     column_groups = _grouping(colors, colors[pattern.columns], 0, rows, arange, excluded_columns)
     column_colors = colors if excluded_columns is None else np.where(excluded_columns, -1, colors)
     row_groups = []
-    for output in problem.outputs:
+    for output in outputs:
         starts = pattern.starts[output.first : output.end + 1]
         first, last = starts[0], starts[-1]
         colors = coloring.color(starts - first, pattern.columns[first:last], pattern.n)
         own = None if excluded_rows is None else excluded_rows[output.slice]
         row_groups.append(_grouping(colors, np.repeat(colors, np.diff(starts)), first, columns, arange, own))
-    masks = (
-        None if mask is None else torch.from_numpy(mask).to(problem.device)
-        for mask in (excluded_rows, excluded_columns)
-    )
+    masks = (None if mask is None else torch.from_numpy(mask).to(device) for mask in (excluded_rows, excluded_columns))
     return Compression(pattern, rows, columns, column_groups, tuple(row_groups), column_colors, *masks)
 
 
-def _by_step(problem: Coordinates, colors: Indices) -> Indices:
+def _by_step(inputs: Sequence[Block], colors: Indices) -> Indices:
     """The colors, split so that columns of inputs with different steps have different colors: shape (n,)."""
-    steps = np.repeat([block.step for block in problem.inputs], [block.size for block in problem.inputs])
+    steps = np.repeat([block.step for block in inputs], [block.size for block in inputs])
     _, kinds = np.unique(steps, return_inverse=True)
     pairs = colors.astype(np.int64) * (1 + kinds.max(initial=0)) + kinds
     return np.unique(pairs, return_inverse=True)[1].astype(np.int64)
@@ -209,29 +197,31 @@ def linear_entries(problem: Problem, compression: Compression) -> Tensor:
     This takes one evaluation, one VJP per column group, and one more VJP. It raises if the backward cannot be
     differentiated. The caller must test whether the derivative of the backward is right.
     """
-    values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
-    grouping = compression.column_groups
-    products = problem.columns_of_backward(_members_on(grouping, problem.device))
-    for product, entries in zip(products, grouping.entries(), strict=True):
-        ops.decompress_(values, product, None, compression.rows, entries)
-    return values
+    return _decompressed(compression, problem.columns_of_backward(_column_groups(compression)))
 
 
 @phase("analytical columns")
 def tangent_entries(problem: Problem, compression: Compression, jvps_of: Callable[[Tensor], Tensor]) -> Tensor:
     """Entries by forward mode: float64, shape (nnz,). One JVP per column group; jvps_of: `Problem.jvps_of`."""
-    values = torch.zeros(compression.pattern.nnz, dtype=torch.float64, device=problem.device)
+    zero = torch.zeros(1, problem.n, dtype=torch.float64, device=problem.device)
+    tangents = (zero.index_fill(1, members, 1.0) for members in _column_groups(compression))
+    return _decompressed(compression, (jvps_of(tangent)[0] for tangent in tangents))
+
+
+def _column_groups(compression: Compression) -> Iterator[Tensor]:
+    """The coordinates of each column group: int64, shape (members,)."""
     grouping = compression.column_groups
-    for members, entries in zip(_members_on(grouping, problem.device), grouping.entries(), strict=True):
-        tangent = torch.zeros(1, problem.n, dtype=torch.float64, device=problem.device).index_fill_(1, members, 1.0)
-        ops.decompress_(values, jvps_of(tangent)[0], None, compression.rows, entries)
-    return values
-
-
-def _members_on(grouping: Grouping, device: torch.device) -> Iterator[Tensor]:
-    """The coordinates of each group: int64, shape (members,)."""
-    members = torch.from_numpy(grouping.order).to(device)  # copied once, because a copy to a device waits
+    members = torch.from_numpy(grouping.order).to(compression.rows.device)  # once, because a copy to a device waits
     return (members[first:last] for first, last in pairwise(grouping.starts.tolist()))
+
+
+def _decompressed(compression: Compression, products: Iterator[Tensor]) -> Tensor:
+    """The entries from one product per column group, shape (m,) each: float64, shape (nnz,)."""
+    rows = compression.rows
+    values = torch.zeros(rows.numel(), dtype=torch.float64, device=rows.device)
+    for product, entries in zip(products, compression.column_groups.entries(), strict=True):
+        ops.decompress_(values, product, None, rows, entries)
+    return values
 
 
 def analytical_entries(

@@ -5,7 +5,7 @@ It holds all numerical columns that fit in the memory limit, and computes the an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgrad.core.native import GradientsMatch, Rows
 from fastgrad.engines import executor
-from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock, row_parts
+from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
@@ -22,17 +22,12 @@ from fastgrad.report.settings import Settings
 
 
 def row_blocks(
-    problem: Problem,
-    plan: Plan,
-    first: int,
-    columns: Tensor,
-    known_rows: Sequence[Rows] = (),
-) -> Iterator[Iterator[JacobianBlock]]:
-    """One pass of reverse mode: all rows against the numerical columns from `first` on.
+    problem: Problem, plan: Plan, output: Block, part: Part, first: int, columns: Tensor, known: Rows | None
+) -> Iterator[JacobianBlock]:
+    """The rows of one output or part against the numerical columns from `first` on: by rows, then by input.
 
-    The blocks come in torch's order of comparison: by output and part, then by rows, then by input. There is one
-    iterator per output and part, so that all blocks of one output are compared before the next output is computed. The
-    pass takes one evaluation, m VJPs, and one more VJP per repeated row. It takes no calls if all rows are known.
+    Each block is computed on demand. This takes one VJP per row, and one more VJP per repeated row, but no calls if the
+    rows are known.
 
     Raises
     ------
@@ -40,9 +35,39 @@ def row_blocks(
         The plan requires replays, and they are not possible.
     """
     inputs = _inputs_within(problem, first, columns)
-    for number, (output, part) in enumerate(row_parts(problem.outputs)):
-        known = known_rows[number] if known_rows else None
-        yield _row_blocks(problem, plan, output, part, inputs, first, columns, known)
+    width = output.width
+    numerical = columns.t()
+    last = first + columns.shape[0]
+    if output.size < columns.shape[1] or width == 2:
+        numerical = numerical[output.first + int(part == "imaginary") : output.end : width]
+    elements = output.tensor.numel()
+    computed = _rows(problem, plan, output, part, inputs)
+    if known is not None:
+        computed = iter([(known.rows, known.repeated, known.match)])
+    # The range comes first, so that no block is computed after the last row.
+    for row, (rows, repeated, match) in zip(range(0, elements, plan.rows_per_block), computed, strict=False):
+        count = rows.shape[0]
+        held = numerical if count == elements else numerical.narrow(0, row, count)
+        start = 0
+        for k, block in enumerate(inputs):
+            low, high = max(block.first, first), min(block.end, last)
+            size = max(0, high - low)  # an input without specified elements may lie before this pass
+            # With one input, its block is the whole matrix. Making a view costs more than comparing a small block.
+            whole = size == rows.shape[1]
+            within = 1, start + low - block.first, size
+            yield JacobianBlock(
+                output=output,
+                part=part,
+                input=block,
+                first_row=row,
+                first_column=low - block.first,
+                analytical=rows if whole else rows.narrow(*within),
+                repeated=repeated if whole else repeated.narrow(*within),
+                numerical=held if whole else held.narrow(1, min(low, last) - first, size),
+                match=match,
+                unspecified=match.unspecified.get(k),
+            )
+            start += block.size
 
 
 def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tensor) -> Iterator[TangentBlock]:
@@ -142,53 +167,5 @@ def columns_one_by_one(problem: Problem, settings: Settings, first: int, count: 
 
 
 def _disagreement(problem: Problem, settings: Settings, first: int, columns: Tensor, record_graph: bool) -> float:
-    atol = min(settings.of(block.index).atol for block in problem.inputs)
-    return executor.disagreement(problem, first, columns, settings.eps, atol, settings.seed, record_graph)
-
-
-def _row_blocks(
-    problem: Problem,
-    plan: Plan,
-    output: Block,
-    part: Part,
-    inputs: list[Block],
-    first: int,
-    columns: Tensor,
-    known: Rows | None,
-) -> Iterator[JacobianBlock]:
-    width = output.width
-    offset = output.first + (1 if part == "imaginary" else 0)
-    numerical = columns.t()
-    last = first + columns.shape[0]
-    if output.size < columns.shape[1] or width == 2:
-        numerical = numerical[offset : output.end : width]
-    elements = output.tensor.numel()
-    computed = _rows(problem, plan, output, part, inputs)
-    for row in range(0, elements, plan.rows_per_block):
-        count = min(plan.rows_per_block, elements - row)
-        if known is not None:
-            rows, repeated, match = known.rows, known.repeated, known.match
-        else:
-            rows, repeated, match = next(computed)
-        unspecified = match.unspecified
-        held = numerical if count == elements else numerical.narrow(0, row, count)
-        start = 0
-        for k, block in enumerate(inputs):
-            low, high = max(block.first, first), min(block.end, last)
-            size = max(0, high - low)  # an input without specified elements may lie before this pass
-            # With one input, its block is the whole matrix. Making a view costs more than comparing a small block.
-            whole = size == rows.shape[1]
-            within = 1, start + low - block.first, size
-            yield JacobianBlock(
-                output=output,
-                part=part,
-                input=block,
-                first_row=row,
-                first_column=low - block.first,
-                analytical=rows if whole else rows.narrow(*within),
-                repeated=repeated if whole else repeated.narrow(*within),
-                numerical=held if whole else held.narrow(1, min(low, last) - first, size),
-                match=match,
-                unspecified=unspecified.get(k),
-            )
-            start += block.size
+    how = settings.eps, settings.atol, settings.seed, record_graph
+    return executor.disagreement(problem, first, columns, *how)

@@ -93,15 +93,18 @@ def speedup(
     return (between - begin) / singles * count / (end - between)
 
 
-def is_lead(error: RejectedError, trial: Callable[[], object]) -> bool:
-    """Whether a trial that was refused succeeds when repeated, which suggests that func returned other values once."""
+def note_if_repeated(problem: Problem, error: RejectedError, trial: Callable[[], object], where: str) -> None:
+    """Notes if a trial that was refused succeeds when repeated, which suggests that func returned other values once.
+
+    where: the calls of the trial, as text.
+    """
     if isinstance(error, UnsuitableError):
-        return False
+        return
     try:
         trial()
     except RejectedError:
-        return False
-    return True
+        return
+    problem.irreproducible.append(where)
 
 
 @phase("trial of columns")

@@ -55,7 +55,10 @@ class GradOutputKind:
         if self.scale != 1.0:
             vector.mul_(self.scale)
         if self.values == "mostly zero":
-            thin_out(vector, seed)
+            # One in SPARSE_STRIDE components is kept, but at least one.
+            first = seed % max(1, min(vector.numel(), SPARSE_STRIDE))
+            kept = vector[first::SPARSE_STRIDE].clone()
+            vector.zero_()[first::SPARSE_STRIDE] = kept
 
 
 NON_CONTIGUOUS = GradOutputKind(
@@ -99,10 +102,3 @@ GRAD_OUTPUT_KINDS = NON_CONTIGUOUS, HALVED, SPARSE, EXPANDED
 """The kinds that every backward is run with."""
 
 NOT_EXPANDED = NON_CONTIGUOUS, HALVED, SPARSE
-
-
-def thin_out(vector: Tensor, seed: int) -> None:
-    """Keeps one in SPARSE_STRIDE components of a vector, shape (size,), but at least one; sets the others to zero."""
-    first = seed % max(1, min(vector.numel(), SPARSE_STRIDE))
-    kept = vector[first::SPARSE_STRIDE].clone()
-    vector.zero_()[first::SPARSE_STRIDE] = kept

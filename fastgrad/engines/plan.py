@@ -187,29 +187,20 @@ def can_be_dense(problem: Problem, settings: Settings) -> bool:
 
 def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> Budget:
     """What detecting a pattern may cost, and how large a pattern may be."""
+    costs, calls, is_requested = cost_model.COSTS, 2 * problem.n + problem.m, settings.engine == "compressed"
+    looks = calls // costs.exploring_share
+    if is_requested:
+        looks = max(64, looks)
+    elif problem.n < MIN_COLUMNS_FOR_PROBING:
+        looks = 0
+    aligns = is_requested or dense_seconds(problem, look.seconds) >= costs.align_seconds
     return Budget(
         *_probes(problem, settings, look),
         _paying_entries(problem, settings, look),
         admitted_entries(settings, problem.n * problem.m),
-        _guess_evaluations(problem, settings),
-        _aligning_calls(problem, settings, look),
+        looks,
+        aligning_calls=min(costs.usual_probes, calls // costs.likely_share) if aligns else 0,
     )
-
-
-def _guess_evaluations(problem: Problem, settings: Settings) -> int:
-    """Number of evaluations that may be spent on guesses that the first look did not test."""
-    share = (2 * problem.n + problem.m) // cost_model.COSTS.exploring_share
-    if settings.engine == "compressed":
-        return max(64, share)
-    return share if problem.n >= MIN_COLUMNS_FOR_PROBING else 0
-
-
-def _aligning_calls(problem: Problem, settings: Settings, look: FirstLook) -> int:
-    """Like `Budget.aligning_calls`."""
-    costs = cost_model.COSTS
-    if settings.engine != "compressed" and dense_seconds(problem, look.seconds) < costs.align_seconds:
-        return 0
-    return min(costs.usual_probes, (2 * problem.n + problem.m) // costs.likely_share)
 
 
 def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int, int]:
@@ -428,14 +419,8 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
     for columns_a_batch, replayed, name, columns, fewest, most in ways:
         count = _sample(block.size, fewest, most)
         trial = partial(executor.speedup, problem, settings.atol, block.first, count, single, columns)
-        try:
-            gain = trial()
-        except executor.RejectedError as error:
-            said += f"; {name}: {error}"
-            if executor.is_lead(error, trial):
-                problem.irreproducible.append(f"in {name}")
-            continue
-        said += f"; {name}: {gain:.2g} times as fast as single calls"
+        gain, text = _gain(problem, trial, name)
+        said += text
         if gain >= best:
             found, best = (columns_a_batch, replayed), gain
     return *found, said
@@ -470,16 +455,21 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
 
     trial = partial(executor.speedup, problem, settings.atol, 0, count, single, replay)
     try:
-        gain = trial()
-    except executor.RejectedError as error:
-        if executor.is_lead(error, trial):
-            problem.irreproducible.append("in replays of a VJP")
-        return False, f"; replays of a VJP: {error}"
+        gain, said = _gain(problem, trial, "replays of a VJP")
     except Exception as error:  # backward raised it: the check itself will raise it
         raise_if_transient(error, trial)
         return False, ""
-    said = f"; replays of a VJP: {gain:.2g} times as fast as single calls"
     return gain >= cost_model.COSTS.trial_gain * problem.ranks, said
+
+
+def _gain(problem: Problem, trial: Callable[[], float], name: str) -> tuple[float, str]:
+    """The speedup that a trial measures, or -inf if the trial is refused; and a text about this."""
+    try:
+        gain = trial()
+    except executor.RejectedError as error:
+        executor.note_if_repeated(problem, error, trial, f"in {name}")
+        return -math.inf, f"; {name}: {error}"
+    return gain, f"; {name}: {gain:.2g} times as fast as single calls"
 
 
 def _sample(size: int, fewest: int, most: int) -> int:

@@ -318,7 +318,10 @@ def residual_row(
     # For a few numbers, Python is faster than torch's operators, and one copy is enough to fetch them from a device.
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))
     values = [numerical[0] - analytical[0] for numerical, analytical in pairs]
-    slack = allowed_in_row(settings, differences, cotangent)
+    slack = cotangent.scale * settings.atol / 4
+    if cotangent.expanded:  # this cotangent has no weights
+        noise = differences.noise_norm
+        slack += 8 * CONSTANT * (math.inf if math.isnan(noise) else noise)
     allowed = [slack] * len(values)
     for k, value in enumerate(values):
         if abs(value) > slack:  # only then does rounding matter
@@ -327,13 +330,3 @@ def residual_row(
             norms = (float(torch.linalg.vector_norm(some)) for some in terms)
             allowed[k] += ROUNDING * problem.unit_roundoff * math.hypot(*norms)
     return values, allowed, gradient
-
-
-def allowed_in_row(settings: Settings, differences: Differences, cotangent: Cotangent) -> float:
-    """The allowed error of each sum in a row, apart from rounding."""
-    slack = cotangent.scale * settings.atol / 4
-    if cotangent.expanded:
-        # This cotangent has no weights.
-        noise = differences.noise_norm
-        slack += 8 * CONSTANT * (math.inf if math.isnan(noise) else noise)
-    return slack

@@ -91,8 +91,6 @@ def guess_aligned(
     has_room
         Whether a pattern with this many entries is useful.
     """
-    if any(block.elements is not None for block in (*inputs, *outputs)):
-        return None
     selection = np.zeros(sum(block.size for block in inputs), dtype=np.bool_)
     pairs: list[list[_Pair]] = [[]] * len(inputs)
     most_in_row = np.zeros(len(outputs), dtype=np.int64)

@@ -148,13 +148,12 @@ class Detection(ABC):
 
     def guesses(self) -> Iterator[Pattern]:
         """Yields all guesses that may be right."""
-        return (pattern for pattern in self._guesses() if pattern is not None and self._is_plausible(pattern))
+        return filter(None, map(self._plausible, self._guesses()))
 
     @phase("pattern")
     def dense(self) -> Pattern | None:
         """The dense pattern, if there are only a few rows or columns; otherwise None."""
-        pattern = sparsity.guess_dense(*self._blocks)
-        return pattern if pattern is not None and self._is_plausible(pattern) else None
+        return self._plausible(sparsity.guess_dense(*self._blocks))
 
     @phase("pattern")
     def probe(
@@ -205,9 +204,9 @@ class Detection(ABC):
         self._last_probe = partial(self._reacting_inputs, chosen)
         return self._reacting_inputs(chosen)
 
-    def _is_plausible(self, pattern: Pattern) -> bool:
-        """Whether a pattern may pay off, fits in memory, and explains the products so far."""
-        return self._has_room(pattern.nnz) and self._explains(pattern)
+    def _plausible(self, pattern: Pattern | None) -> Pattern | None:
+        """The pattern if there is one that may pay off, fits in memory, and explains the products so far."""
+        return pattern if pattern is not None and self._has_room(pattern.nnz) and self._explains(pattern) else None
 
     def _has_room(self, entries: int) -> bool:
         """Whether a pattern of this many entries may pay off and fits in memory."""
@@ -262,8 +261,7 @@ class ProblemPatterns(Detection):
     def align(self) -> Pattern | None:
         """The pattern by aligned dimensions, if it is not among the guesses because probing may find a better one."""
         pattern = self._aligned
-        is_new = pattern is not None and not self._saves_probes(pattern)
-        return pattern if pattern is not None and is_new and self._is_plausible(pattern) else None
+        return None if pattern is None or self._saves_probes(pattern) else self._plausible(pattern)
 
     @phase("pattern")
     def decode(self) -> Pattern | None:
@@ -271,8 +269,9 @@ class ProblemPatterns(Detection):
         if not self._budget.probes or not self._is_steady:
             return None
         probes, share = (self._probe_columns, self._probe_rows), float(self._reacted.mean())
-        pattern = self._found(partial(sparsity.decoded, *probes, *self._blocks, share, self._budget.probes))
-        return pattern if pattern is not None and self._is_plausible(pattern) else None
+        return self._plausible(
+            self._found(partial(sparsity.decoded, *probes, *self._blocks, share, self._budget.probes))
+        )
 
     def _explains(self, pattern: Pattern) -> bool:
         """Whether a pattern explains which outputs react in the first look or, if all could, in another evaluation."""

@@ -76,13 +76,13 @@ class AnalyticalCertificate:
         """Stores the arguments.
 
         row_failure: returns the failure of a row, from its number and its gradient (float64, shape (n,)), if it is
-        wrong. calls: VJPs that ran before; takes the VJPs of a custom backward that are not compared with rows.
+        wrong. calls: VJPs that ran before, if any; takes the VJPs of a custom backward that are not compared with rows.
         """
         self._problem = problem
         self._settings = settings
         self._compression = compression
         self._row_failure = row_failure
-        self._calls = calls
+        self._calls = calls or RepeatedCalls(problem, settings)
         self._replaced: dict[int, Tensor] = {}
         self._tests: Sequence[LinearityTest] = ()
         self._tested_kinds: tuple[GradOutputKind, ...] = ()
@@ -109,11 +109,11 @@ class AnalyticalCertificate:
 
     def compare_rows(self) -> Failure | Incomplete:
         """Compares rows that were run separately earlier with the same rows computed together with others."""
-        return self._compared(self._calls.rows if self._calls is not None else {})
+        return self._compared(self._calls.rows)
 
     def compare_more_rows(self) -> Failure | Incomplete:
         """Like `compare_rows`, for further rows (in a small problem, most or all), after everything else agreed."""
-        if self._calls is None or self._compression.leaves_out:
+        if self._compression.leaves_out:
             return incomplete([])
         return self._compared(self._calls.run_more_rows())
 
@@ -156,7 +156,7 @@ class AnalyticalCertificate:
             return
         self._tested_kinds = (*self._tested_kinds, DENSE)
         for linearity in self._tests_of((DENSE,)):
-            known = self._calls.product if self._calls is not None and not self._compression.leaves_out else None
+            known = None if self._compression.leaves_out else self._calls.product
             if known is not None:
                 linearity.take(known, 0.0)
             yield linearity
@@ -311,7 +311,7 @@ class AnalyticalCertificate:
         return not any(linearity.suspects() for linearity in self._tests)
 
     def _add(self, linearity: LinearityTest) -> None:
-        if self._calls is not None and self._problem.is_custom:
+        if self._problem.is_custom:
             self._calls.add(linearity.cotangents, linearity.gradients())
 
     def explains_rows(self, rows: Iterable[int]) -> bool:
@@ -327,10 +327,11 @@ class AnalyticalCertificate:
     def _tests_of(self, kinds: tuple[GradOutputKind, ...], number: int = 0) -> Iterator[LinearityTest]:
         """Yields one test with all kinds or, if vectors take much memory, one per kind; number: of the cotangents."""
         is_small = self._problem.n + self._problem.m <= PIECE
+        repeats_all = all(grouping.count <= compressed.REPEATED_GROUPS for grouping in self._compression.row_groups)
         for some in [kinds] if is_small else [(kind,) for kind in kinds]:
             excluded = self._compression.excluded_rows, self._compression.excluded_columns
             linearity = LinearityTest(
-                self._problem, self._settings, self._repeats_all, self._varying_group, some, *excluded, number
+                self._problem, self._settings, repeats_all, self._varying_group, some, *excluded, number
             )
             entries = self._compression.rows, self._compression.columns, self.values
             linearity.add_entries(*entries, self._compression.pattern.most_in_column)
@@ -338,11 +339,6 @@ class AnalyticalCertificate:
                 gradient = gradient.index_fill(0, self._compression.columns[self._compression.entries_of_row(row)], 0.0)
                 linearity.replace_row(row, gradient)
             yield linearity
-
-    @property
-    def _repeats_all(self) -> bool:
-        """Whether every row group ran more than once."""
-        return all(grouping.count <= compressed.REPEATED_GROUPS for grouping in self._compression.row_groups)
 
     def _varying_group(self) -> Failure | None:
         """Runs every row group several times, also scaled; returns the first failure of `groups_failure`, if any."""

@@ -193,18 +193,6 @@ class PairComparison:
         self.entries_at_hand = analytical, numerical, rows, columns
         self._take_in(*where, lambda _, entry: (rows[entry], columns[entry]))
 
-    def add_statistics(self, entries: int, statistics: Sequence[float]) -> None:
-        """Adds entries that are known to agree: their number, and their `statistics` from `ops.compare`."""
-        self.entries += entries
-        self.largest_absolute = max(self.largest_absolute, statistics[4])
-        self.largest_relative = max(self.largest_relative, statistics[5])
-
-    def add_agreeing(self, analytical: Tensor, numerical: Tensor) -> None:
-        """Adds entries that are known to agree: float64, shape (coordinates,), as in `add_entries`."""
-        width = self._width()
-        entries = analytical.unsqueeze(0), numerical.unsqueeze(0), self.tolerances.atol, self.tolerances.rtol
-        self.add_statistics(analytical.numel() // width, ops.compare(*entries, width == 2, False).tolist())
-
     def _width(self) -> int:
         """Number of coordinates along a row of a block that make one entry."""
         return 2 if (self.output if self.mode == "forward" else self.input).is_complex else 1
@@ -268,13 +256,13 @@ class PairComparison:
 
     def _extent(self) -> Extent:
         """The positions of the entries that differ."""
+
+        def along(block: Block, elements: Tensor) -> tuple[Span, ...]:
+            numbers = elements if block.elements is None else block.elements[elements.cpu()]
+            return spans(numbers, block.tensor.shape)
+
         outputs, inputs, *_ = self._failing()
-        return Extent(
-            *(
-                spans(elements if block.elements is None else block.elements[elements.cpu()], block.tensor.shape)
-                for elements, block in ((outputs, self.output), (inputs, self.input))
-            )
-        )
+        return Extent(along(self.output, outputs), along(self.input, inputs))
 
     def suspects(self, part: Part) -> Suspects:
         """The entries that differ (at least one), the one with the largest ratio of difference to tolerance first."""
@@ -301,16 +289,9 @@ class PairComparison:
         """
         if self.is_crowded:
             return elements
-        sides = [torch.cat(side).cpu() for side in zip(*self.dependent, strict=True)]
+        sides = [torch.cat(side) for side in zip(*self.dependent, strict=True)]
         outputs, inputs = reversed(sides) if self.mode == "forward" else sides
-        moved, which = torch.unique(elements.cpu(), return_inverse=True)
-        chosen = torch.isin(inputs, moved)
-        columns = torch.searchsorted(moved, inputs[chosen])
-        rows, row = torch.unique(outputs[chosen], return_inverse=True)
-        starts = torch.cat([columns.new_zeros(1), columns.bincount(minlength=moved.numel()).cumsum(0)])
-        members = row[columns.argsort(stable=True)]
-        colors = coloring.color(starts.numpy(), members.numpy(), rows.numel())
-        return torch.from_numpy(colors)[which].to(elements.device)
+        return groups_without_a_common_row(elements, outputs, inputs)
 
     def add_unspecified(self, row: int, element: int, value: complex) -> None:
         """Adds an analytical entry at an element that a sparse input does not specify; the numerical value is zero."""
@@ -337,8 +318,6 @@ class PairComparison:
         width = self._width()
         dtype = torch.complex128 if width == 2 else torch.float64
         found, wanted = (_matrix(block.unsqueeze(0), width)[0].cpu().to(dtype) for block in (analytical, numerical))
-        if self.input.elements is not None:
-            columns = self.input.elements.to(columns.device)[columns]
         shapes = tuple(self.output.tensor.shape), tuple(self.input.tensor.shape)
         return Sample(*shapes, rows.cpu(), columns.cpu(), found, wanted, self._differ(found, wanted))
 
@@ -372,6 +351,21 @@ class PairComparison:
         places = self.output.index, self.input.index, self.output.position, self.input.position
         largest = self.largest_absolute, self.largest_relative
         return Pair(*places, part, self.mode, self.entries, self.mismatches, agrees, *largest, self.on_pattern)
+
+
+def groups_without_a_common_row(moved: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """The group of each column in `moved`: int64, of the same shape. Columns of one group share no row.
+
+    rows, columns: the entries, int64, shape (entries,).
+    """
+    own, which = torch.unique(moved.cpu(), return_inverse=True)
+    columns = columns.cpu()
+    chosen = torch.isin(columns, own)
+    vertices = torch.searchsorted(own, columns[chosen])
+    targets, members = torch.unique(rows.cpu()[chosen], return_inverse=True)
+    starts = torch.cat([vertices.new_zeros(1), vertices.bincount(minlength=own.numel()).cumsum(0)])
+    colors = coloring.color(starts.numpy(), members[vertices.argsort(stable=True)].numpy(), targets.numel())
+    return torch.from_numpy(colors)[which].to(moved.device)
 
 
 def spans(elements: Tensor, shape: Sequence[int]) -> tuple[Span, ...]:

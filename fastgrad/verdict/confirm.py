@@ -14,12 +14,14 @@ from torch import Tensor
 
 from fastgrad.core.precision import excess
 from fastgrad.core.tensors import element_number
+from fastgrad.engines.blocks import row_parts
+from fastgrad.engines.compressed import Compression
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, modulus
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.comparison import MAX_WORST, Findings, PairComparison, spans
+from fastgrad.verdict.comparison import MAX_WORST, Findings, PairComparison, groups_without_a_common_row, spans
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.remeasure import CLEAR_DIFFERENCE, RemeasuredEntry, Suspects, not_finite, worst_remeasured
 
@@ -270,7 +272,7 @@ def entries_failure(
         float64, shape (entries,).
     """
     unresolved = 0.0
-    groups = _groups_without_a_common_row(rows, columns)
+    groups = groups_without_a_common_row(columns, rows, columns)
     for output, block in itertools.product(problem.outputs, problem.inputs):
         own = (columns >= block.first) & (columns < block.end) & (rows >= output.first) & (rows < output.end)
         if not bool(own.any()):
@@ -284,22 +286,6 @@ def entries_failure(
             found = Found(output, block, "all", "reverse", 0, (), [], remeasured)
             return located_failure([found]), unresolved
     return None, unresolved
-
-
-def _groups_without_a_common_row(rows: Tensor, columns: Tensor) -> Tensor:
-    """The group of each entry's column: int64, shape (entries,). Columns of one group share no row."""
-    rows_of: dict[int, set[int]] = {}
-    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-        rows_of.setdefault(column, set()).add(row)
-    taken: list[set[int]] = []
-    group_of: dict[int, int] = {}
-    for column, own in rows_of.items():
-        group = next((k for k, some in enumerate(taken) if not some & own), len(taken))
-        if group == len(taken):
-            taken.append(set())
-        taken[group] |= own
-        group_of[column] = group
-    return torch.tensor([group_of[column] for column in columns.tolist()], device=columns.device)
 
 
 def _worst_remeasured(
@@ -327,6 +313,36 @@ def _worst_remeasured(
     named = {(entry.output_index, entry.input_index) for entry in worst}
     worst += [entry for entry in entries if (entry.output_index, entry.input_index) not in named]
     return remeasured, tuple(worst[:MAX_WORST])
+
+
+def pattern_mismatch(
+    problem: Problem,
+    plan: Plan,
+    compression: Compression,
+    analytical: Tensor,
+    numerical: Tensor,
+    settings: Settings,
+    findings: Findings,
+    mode: Mode = "reverse",
+) -> Failure | None:
+    """The `mismatch_failure` of the first pair of a sparse Jacobian, in torch's order; in forward mode, for real pairs.
+
+    analytical, numerical: the entries in the pattern, float64, shape (nnz,).
+    """
+    for (output, part), block in itertools.product(row_parts(problem.outputs), problem.inputs):
+        within = compression.entries_of(output)
+        rows, columns = compression.rows[within] - output.first, compression.columns[within] - block.first
+        chosen = (columns >= 0) & (columns < block.size)
+        if part != "all":
+            chosen &= rows % 2 == int(part == "imaginary")
+        elements = rows[chosen][:: block.width] // output.width, columns[chosen][:: block.width] // block.width
+        pair = PairComparison(output, block, settings.of(block.index), mode)
+        along = elements if mode == "reverse" else reversed(elements)
+        pair.add_entries(analytical[within][chosen], numerical[within][chosen], *along)
+        failure = mismatch_failure(problem, plan, pair, part, settings, findings, compression.column_groups_of)
+        if failure is not None:
+            return failure
+    return None
 
 
 def mismatch_failure(

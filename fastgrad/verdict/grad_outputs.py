@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ from fastgrad.core.random import BATCH_STREAM, TANGENT_STREAM, uniform_like
 from fastgrad.engines.blocks import MAX_CACHED
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.failure import Failure, FailureKind, Mode
+from fastgrad.report.failure import Failure, FailureKind
 from fastgrad.report.settings import Settings
 
 BATCH = 2
@@ -81,7 +81,7 @@ def _is_zero(gradient: Tensor, masked: bool = False) -> bool:
 
 
 @phase("undefined grad_outputs")
-def check_undefined_grads(problem: Problem, known: Sequence[Sequence[Tensor | None]] | None = None) -> Failure | None:
+def check_undefined_grads(problem: Problem, known: Sequence[Sequence[Tensor | None]] | None) -> Failure | None:
     """Checks that undefined grad_outputs count as zeros: first all of them at once, then one at a time.
 
     known: the gradients for these grad_outputs, if they are known.
@@ -129,21 +129,21 @@ def _allclose(left: Tensor | None, right: Tensor | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BatchedDifference:
-    """Where a vectorized VJP or JVP raises or differs from single ones.
+    """Where a vectorized VJP raises or differs from single ones.
 
     Attributes
     ----------
     output
-        The index of the output whose VJPs were run, or whose tangent differs; None: the vectorized JVP raises.
+        The index of the output whose VJPs were run.
     input
-        The index of the input whose JVPs were run, or whose gradient differs; None: the vectorized VJP raises.
+        The index of the input whose gradient differs; None: the vectorized VJP raises.
     cause
-        The exception of the vectorized VJP or JVP.
+        The exception of the vectorized VJP.
     detail
         Text for a message.
     """
 
-    output: int | None
+    output: int
     input: int | None
     cause: Exception | None
     detail: str
@@ -192,9 +192,7 @@ def _known_batch_vectors(shape: torch.Size, dtype: torch.dtype, device: torch.de
     return torch.stack([uniform_like(like, seed, BATCH_STREAM, k * size) for k in range(BATCH)])
 
 
-def check_batched_gradients(
-    problem: Problem, settings: Settings, found: BatchedDifference | None = None
-) -> Failure | None:
+def check_batched_gradients(problem: Problem, settings: Settings, found: BatchedDifference | None) -> Failure | None:
     """Checks that a VJP of each output under vmap gives the same gradients as two separate VJPs.
 
     found: the first difference, if it is known already.
@@ -203,7 +201,12 @@ def check_batched_gradients(
         graph = problem.vjp_graph()
         found = batched_difference(graph, problem.graph(), settings)
         problem.vjps += (BATCH + 1) * len(problem.outputs)
-    return None if found is None else _batched_failure(problem, found, "reverse")
+    if found is None:
+        return None
+    output = problem.outputs[found.output]
+    if found.input is None:
+        return Failure.at("batched raises", output, detail=found.detail, cause=found.cause)
+    return Failure.at("batched differs", output, problem.inputs[found.input], detail=found.detail)
 
 
 @phase("batched tangents")
@@ -218,30 +221,15 @@ def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | No
                 for value, output in zip(found, problem.outputs, strict=True)
             )
 
-        found = _batched_tangents_difference(k, jvp, batch_vectors(block.tensor, settings.seed))
-        if found is not None:
-            return _batched_failure(problem, found, "forward")
-    return None
-
-
-def _batched_failure(problem: Problem, found: BatchedDifference, mode: Mode) -> Failure:
-    output = None if found.output is None else problem.outputs[found.output]
-    input_ = None if found.input is None else problem.inputs[found.input]
-    kind: FailureKind = "batched raises" if output is None or input_ is None else "batched differs"
-    return Failure.at(kind, output, input_, mode=mode, detail=found.detail, cause=found.cause)
-
-
-def _batched_tangents_difference(
-    number: int, product: Callable[[Tensor], tuple[Tensor, ...]], vectors: Tensor
-) -> BatchedDifference | None:
-    """The first output whose tangent under vmap differs from those of single JVPs, if any; number: of the input."""
-    expected = [torch.stack(results) for results in zip(*map(product, vectors.unbind()), strict=True)]
-    with torch_private.quiet_vmap():
-        try:
-            found = torch_private.batched(product)(vectors)
-        except RuntimeError as error:
-            return BatchedDifference(None, number, error, str(error))
-    for k, (batched, single) in enumerate(zip(found, expected, strict=True)):
-        if not torch.allclose(batched, single):
-            return BatchedDifference(k, number, None, f"Got:\n{batched}\n\nExpected:\n{single}")
+        vectors = batch_vectors(block.tensor, settings.seed)
+        expected = [torch.stack(results) for results in zip(*map(jvp, vectors.unbind()), strict=True)]
+        with torch_private.quiet_vmap():
+            try:
+                found = torch_private.batched(jvp)(vectors)
+            except RuntimeError as error:
+                return Failure.at("batched raises", input=block, mode="forward", detail=str(error), cause=error)
+        for output, batched, single in zip(problem.outputs, found, expected, strict=True):
+            if not torch.allclose(batched, single):
+                detail = f"Got:\n{batched}\n\nExpected:\n{single}"
+                return Failure.at("batched differs", output, block, mode="forward", detail=detail)
     return None

@@ -78,6 +78,11 @@ def term_sizes(squares: Tensor, sums: Tensor) -> Tensor:
     return sizes if math.isfinite(largest(sizes)) else torch.where(sizes.isinf(), sums.abs(), sizes)
 
 
+def sum_rounding(most_terms: float, unit_roundoff: float) -> float:
+    """Allowed error of a sum of so many terms, relative to the root of the sum of their squares."""
+    return float((TERM_ROUNDING + SUM_ROUNDING * most_terms**0.5) * unit_roundoff)
+
+
 def disagreement(
     vectors: Tensor,
     products: Tensor,
@@ -212,8 +217,7 @@ class LinearityTest:
         most_terms: number of entries of the column with the most entries.
         """
         self._most_terms = float(most_terms)
-        each = (vectors.unbind() for vectors in (self.cotangents, self._sums, self._squares))
-        for cotangent, total, square in zip(*each, strict=True):
+        for cotangent, total, square in zip(self.cotangents, self._sums, self._squares, strict=True):
             ops.project_entries_(total, square, cotangent, rows, columns, analytical)
 
     @phase("linearity of backward")
@@ -251,8 +255,8 @@ class LinearityTest:
         negligible = self.resolution = NEGLIGIBLE * self._settings.atol
         if torch.equal(gradients, self._sums):
             return []
-        rounding = TERM_ROUNDING + SUM_ROUNDING * self._most_terms**0.5
-        allowed = self._term_sizes.mul_(rounding * self._problem.unit_roundoff).add_(negligible)
+        rounding = sum_rounding(self._most_terms, self._problem.unit_roundoff)
+        allowed = self._term_sizes.mul_(rounding).add_(negligible)
         error = (gradients - self._sums).abs_()
         found = ~(error <= allowed) & self._sums.isfinite()
         if bool(found.any()):

@@ -142,26 +142,12 @@ class _Discrepancies:
     ----------
     error
         The largest difference: float64, shape (m,).
-    noise
-        Allowed error of the derivatives: float64, shape (m,).
-    base, rounding
-        The outputs, float64, shape (m,); and the rounding of a derivative, relative to the outputs.
-    share
-        Factor of rounding and noise: more than 1 if the entries also have rounding and noise.
+    allowed
+        The part of an error that rounding and noise explain: float64, shape (m,).
     """
 
     error: Tensor
-    noise: Tensor
-    base: Tensor
-    rounding: float
-    settings: Settings
-    share: float
-
-    @cached_property
-    def allowed(self) -> Tensor:
-        """The part of an error that rounding and noise explain: float64, shape (m,)."""
-        allowed = self.base.abs().mul_(self.rounding * self.share).add_(self.noise, alpha=4.0 * self.share)
-        return allowed.clamp_(min=NEGLIGIBLE * self.settings.atol)
+    allowed: Tensor
 
     @property
     def wrong(self) -> Tensor:
@@ -509,10 +495,11 @@ class NumericalCertificate:
             total = torch.zeros_like(base)
             ops.project_entries_(total, None, u, self._compression.columns, self._compression.rows, entries)
             torch.maximum(error, total.sub_(derivatives).abs_(), out=error)
-        own = ROUNDING * differences.rounding
         # Errors of the numerical entries of a row have random signs: their sum grows with the root of their number.
         share = 1.0 if rounding is None else max(1, self._compression.pattern.most_in_row) ** 0.5
-        return _Discrepancies(error, differences.noise, base, max(own, rounding or 0.0), self._settings, share)
+        relative = max(ROUNDING * differences.rounding, rounding or 0.0)
+        allowed = base.abs().mul_(relative * share).add_(differences.noise, alpha=4.0 * share)
+        return _Discrepancies(error, allowed.clamp_(min=NEGLIGIBLE * self._settings.atol))
 
 
 def _shown(bounds: dict[float, Tensor], errors: dict[float, Tensor], negligible: Tensor) -> Tensor:

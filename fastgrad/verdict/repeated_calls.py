@@ -24,7 +24,7 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.linearity import linearity_cotangents
 from fastgrad.verdict.negation import nonlinear_component
-from fastgrad.verdict.repeated_rows import by_inputs, gradients_agree, nondeterministic, nondeterministic_func
+from fastgrad.verdict.repeated_rows import gradients_agree, nondeterministic, nondeterministic_func
 
 FIRST_PRODUCT, LAST_PRODUCT = NON_CONTIGUOUS, SPARSE
 """Kinds of the cotangents that are run before and after the rows: the first gives a product of all rows, the second a
@@ -54,7 +54,7 @@ class RepeatedCalls:
 
     Only a custom backward can keep state. torch's checker, which runs each row twice, finds a backward that is wrong
     from some call on. So does this class, if the call is among the first MAX_CALLS or, in fast mode, among the calls
-    of the check.
+    of the check. If backward has no custom code or is not checked, nothing is run.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class RepeatedCalls:
         self._last = 0
         self._known: Tensor | None = None
         self._product_tolerance = self._rounding = 0.0
-        self._is_needed = problem.is_custom and problem.m > 0
+        self._is_needed = settings.check_backward_ad and problem.is_custom and problem.m > 0
         if not self._is_needed:
             return
         m = problem.m
@@ -98,12 +98,7 @@ class RepeatedCalls:
         except Exception as error:
             self._raised = error
             return
-        self.rows = dict(zip(self._rows, self._known[self._rows_within], strict=True))
-
-    @property
-    def _rows_within(self) -> slice:
-        """The positions of the rows among the calls."""
-        return slice(1, -1) if self._problem.m > 1 else slice(None)
+        self.rows = dict(zip(self._rows, self._known[1:-1] if self._problem.m > 1 else self._known, strict=True))
 
     def take(self, jacobian: Tensor, products: Tensor) -> None:
         """Uses VJPs that ran before all others as the first VJPs, unless the first VJPs have already been run.
@@ -118,7 +113,7 @@ class RepeatedCalls:
             return
         first, last = (products[GRAD_OUTPUT_KINDS.index(kind)] for kind in (FIRST_PRODUCT, LAST_PRODUCT))
         self._known = torch.stack([first, *jacobian[self._rows], last])
-        self._product_tolerance = min(own.atol for own in self._settings.inputs or (self._settings,))
+        self._product_tolerance = self._settings.atol
 
     def _run(self) -> Tensor:
         problem = self._problem
@@ -229,7 +224,7 @@ class RepeatedCalls:
                     return nondeterministic_func(problem.outputs[0], "at the inputs")
         number, known = self._outputs[0], self._known[:1]
         again = problem.vjp_of_older_graph(self._cotangents(range(1)), None if number < 0 else problem.outputs[number])
-        moves = _moves(problem, settings, again, known, self._tolerance(self._known, 0))
+        moves = differ(again, known, self._tolerance(self._known, 0), False)
         if not moves or gradients_agree(problem.inputs, settings, again, known, True):
             return None
         return nondeterministic(problem.outputs[max(0, number)])
@@ -348,7 +343,7 @@ def first_varying(
         done += run
         row = order[done - 1]
         before = known[row : row + 1]
-        if other is not None and _moves(problem, settings, other, before, tolerance(row)):
+        if other is not None and differ(other, before, tolerance(row), False):
             is_row = int(cotangents[row].count_nonzero()) == 1
             if row in of_this_graph or not gradients_agree(problem.inputs, settings, other, before, is_row):
                 return problem.outputs[max(0, only[row])], rounding
@@ -360,14 +355,6 @@ def first_varying(
 
 def _largest_difference(left: Tensor, right: Tensor) -> float:
     return largest((left - right).nan_to_num(0.0, 0.0, 0.0))
-
-
-def _moves(
-    problem: Problem | SmallBackward, settings: Settings, again: Tensor, gradient: Tensor, tolerance: float
-) -> bool:
-    return any(
-        differ(left, right, tolerance, False) for _, left, right in by_inputs(problem.inputs, settings, again, gradient)
-    )
 
 
 @lru_cache(32)

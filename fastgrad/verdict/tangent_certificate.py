@@ -21,11 +21,10 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.analytical_certificate import MAX_COTANGENTS, SAME
 from fastgrad.verdict.linearity import (
     NEGLIGIBLE,
-    SUM_ROUNDING,
-    TERM_ROUNDING,
     detected_size,
     disagreement,
     measured_rounding,
+    sum_rounding,
     term_sizes,
 )
 from fastgrad.verdict.repeated_calls import MAX_CALLS
@@ -110,13 +109,13 @@ class TangentCertificate:
         """The largest error of a JVP that rounding may explain; None if a JVP differs by more from its sum."""
         products, (sums, squares) = self._summed.jvps_of(tangents), self._sums(tangents)
         sizes = term_sizes(squares, sums)
-        rounding = TERM_ROUNDING + SUM_ROUNDING * self._compression.pattern.most_in_row**0.5
-        allowed = rounding * self._problem.unit_roundoff * sizes + NEGLIGIBLE * self._settings.atol
+        roundoff = self._problem.unit_roundoff
+        rounding = sum_rounding(self._compression.pattern.most_in_row, roundoff)
+        allowed = rounding * sizes + NEGLIGIBLE * self._settings.atol
         error = (products - sums).abs_()
         if not bool((error <= allowed).all()):
-            measured = measured_rounding(
-                lambda factor: self._summed.jvps_of(tangents * factor), products, sizes, self._problem.unit_roundoff
-            )
+            again = self._summed.jvps_of
+            measured = measured_rounding(lambda factor: again(tangents * factor), products, sizes, roundoff)
             allowed = torch.maximum(allowed, measured)
         return largest(allowed) if bool((error <= allowed).all()) else None
 
@@ -129,9 +128,7 @@ class TangentCertificate:
 
     def _sums(self, tangents: Tensor) -> tuple[Tensor, Tensor]:
         """J u for tangents u, shape (count, n), from the entries; and the sums of the squared terms: (count, m)."""
-        sums, squares = torch.zeros(
-            2, tangents.shape[0], self._problem.m, dtype=torch.float64, device=self._problem.device
-        ).unbind()
+        sums, squares = tangents.new_zeros(2, tangents.shape[0], self._problem.m).unbind()
         entries = self._compression.columns, self._compression.rows, self.values
         for tangent, total, square in zip(tangents, sums, squares, strict=True):
             ops.project_entries_(total, square, tangent, *entries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from fastgrad.checks.order import check
 from fastgrad.core.native import IS_NATIVE
 from fastgrad.engines import dense
+from fastgrad.engines.blocks import row_parts
 from fastgrad.engines.plan import make_plan
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
@@ -62,8 +64,9 @@ def test_blocks_cover_every_entry_once(columns: int, rows: int) -> None:
         seen = torch.zeros(problem.m, problem.n)
         plan = Plan("dense", columns, rows, True, "")
         passes = dense.numerical_columns(problem, plan, Settings())
-        groups = (group for first, held in passes for group in dense.row_blocks(problem, plan, first, held))
-        for block in (block for group in groups for block in group):
+        each = itertools.product(passes, row_parts(problem.outputs))
+        groups = (dense.row_blocks(problem, plan, *rows, *held, None) for held, rows in each)
+        for block in itertools.chain.from_iterable(groups):
             width = 2 if block.output.is_complex else 1
             first = block.output.first + block.first_row * width + (block.part == "imaginary")
             column = block.input.first + block.first_column
