@@ -14,7 +14,7 @@ from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
-from fastgrad.problem.validation import check_seed, number_of
+from fastgrad.problem.validation import as_float, check_seed
 from fastgrad.report.settings import Settings
 
 Jacobians = tuple[tuple[Tensor, ...], ...]
@@ -77,7 +77,7 @@ def numerical_jacobian(
     """
     _check_layout(layout)
     check_seed(seed)
-    settings = Settings(eps=number_of("eps", eps, zero=False), seed=seed)
+    settings = Settings(eps=as_float("eps", eps, zero=False), seed=seed)
     with Problem(func, as_tuple(inputs)) as problem:
         _check_strided(problem)
         look = first_look(problem, settings)

@@ -15,7 +15,7 @@ from fastgrad.core.errors import warn
 from fastgrad.core.precision import LOWER
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.signature import function_name
-from fastgrad.problem.validation import check_seed, is_integer, number_of, truth_of
+from fastgrad.problem.validation import as_bool, as_float, check_seed, is_integer
 from fastgrad.report.settings import GradOutputs, Settings, Tolerances
 
 _DEFAULTS = (Tolerances.eps, Tolerances.atol, Tolerances.rtol)
@@ -94,11 +94,11 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
     if memory_limit is not None and not (is_integer(memory_limit) and memory_limit > 0):
         raise ValueError(f"memory_limit must be None or a positive number of bytes, got {memory_limit!r}.")
     values = {name: keywords[keyword] for name, keyword in table.items()}
-    values["eps"] = number_of("eps", keywords["eps"], zero=False)
+    values["eps"] = as_float("eps", keywords["eps"], zero=False)
     for name in ("atol", "rtol", "nondet_tol"):
-        values[name] = number_of(name, keywords[name])
+        values[name] = as_float(name, keywords[name])
     for name in _FLAGS.intersection(values):
-        values[name] = truth_of(table[name], values[name])
+        values[name] = as_bool(table[name], values[name])
     values["seed"] = 0 if seed is None else seed
     values["confidence"] = Settings.confidence if confidence is None else float(confidence)
     return Settings(**values, grad_outputs=made, order=1 if made is None else 2)
@@ -177,7 +177,7 @@ def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
                 f"{len(found)}."
             )
     return [
-        number_of(f"{name} of {known}", value, zero=name != "eps") for known, value in zip(names, found, strict=True)
+        as_float(f"{name} of {known}", value, zero=name != "eps") for known, value in zip(names, found, strict=True)
     ]
 
 

@@ -142,7 +142,7 @@ def _take_small_check(small: SmallCheck, problem: Problem) -> None:
     problem.irreproducible += small.irreproducible
     small.certificates = []
     if small.look is not None:
-        problem.take_base(small.look.base)
+        problem.set_base(small.look.base)
     device, products, tangents = problem.device, small.products, small.tangents
     small.backward = None if small.backward is None else small.backward.to(device)
     small.columns = None if small.columns is None else small.columns.to(device)

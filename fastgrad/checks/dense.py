@@ -131,7 +131,7 @@ def _jacobian_failure(
             backward, findings.vjp_varies = None, True
         elif agrees(problem, settings, backward, columns, findings):
             if calls.rows:
-                calls.see_all(jacobian(problem, backward))
+                calls.compare_all(jacobian(problem, backward))
             if not settings.check_forward_ad:
                 return None
             rows_remain = False
@@ -261,7 +261,7 @@ def _judge(
             pair.add_unspecified(block.first_row + entry.row, entry.element, entry.value)
         if linearity is not None:
             linearity.add(block)
-        calls.see(block)
+        calls.compare(block)
     if settings.check_grad_dtypes and not dtypes_match:
         return Failure.at("dtype", block.output, part=block.part)
     if not sizes_match:

@@ -89,10 +89,10 @@ def _repeat_look(check: SmallCheck) -> None:
     """
     if check.look is None or takes_first_look(check.problem, check.settings):
         return
-    displacement, nowhere = check.look.displacement, torch.zeros_like(check.look.displacement)
+    displacement, zero = check.look.displacement, torch.zeros_like(check.look.displacement)
     for where, at, values in (
         ("next to the inputs", displacement, check.look.values),
-        ("at the inputs", nowhere, check.look.base),
+        ("at the inputs", zero, check.look.base),
     ):
         again = _values_at(check, at)
         if again is None or values_vary(check.problem, check.settings, again, values):

@@ -16,7 +16,7 @@ _CALLS_FUNC = tuple(
     PACKAGE + path.replace("/", os.sep)
     for path in (
         *("problem/", "functional/", "tools/", "testing/", "distributed/", "variants/", "lowprecision/", "model/"),
-        *("core/plain/", "core/native.py"),
+        *("core/plain/", "core/native.py", "core/errors.py"),
         *("core/torch_private.py", "engines/vmapped.py", "engines/cuda_graph.py", "verdict/grad_outputs.py"),
         *("checks/one_block.py", "checks/small.py", "checks/small_forward.py", "checks/small_sums.py"),
     )

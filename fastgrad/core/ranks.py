@@ -25,7 +25,7 @@ from fastgrad.core.memory import Parameters, Result
 _HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats of rank 0."""
 
-_PATIENCE = 2.0
+_TIMEOUT_FACTOR = 2.0
 """Limit of the wait for a rank, as a multiple of the time limit of a call of func: a collective may wait for several
 ranks in turn."""
 
@@ -98,7 +98,7 @@ class Ranks:
         self._seconds = seconds
         _checks[group.group_name] += 1
         self._prefix = f"fastgrad/{_checks[group.group_name]}"
-        self._patience = _PATIENCE * seconds
+        self._timeout = _TIMEOUT_FACTOR * seconds
         self._group = group
         self._free = _free_connections.setdefault(group, [])
         self._connections: list[Any] = []
@@ -176,7 +176,7 @@ class Ranks:
         connection = self._free.pop() if self._free else torch_private.store_of(self._group).clone()
         self._connections.append(connection)
         store = distributed_c10d.PrefixStore(self._prefix, connection)
-        store.set_timeout(timedelta(seconds=self._patience))
+        store.set_timeout(timedelta(seconds=self._timeout))
         return store
 
     def end_connections(self) -> None:
@@ -193,7 +193,7 @@ class Ranks:
             missing = [rank, *(other for other in later if not store.check([self._key_from(other)]))]
             several = "ranks" if len(missing) > 1 else "rank"
             numbers = ", ".join(map(str, missing))
-            raise RankError(f"{several} {numbers} {what} within {self._patience:g} s") from error
+            raise RankError(f"{several} {numbers} {what} within {self._timeout:g} s") from error
 
     @store_errors_as_rank_errors
     def _push(self, rank: int, value: Any) -> None:

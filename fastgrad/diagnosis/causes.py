@@ -71,7 +71,7 @@ def _without_contradictions(causes: list[Cause]) -> Iterator[Cause]:
     first = causes[0].name if causes else None
     numerical = {"kink", "discontinuity", "low precision", "truncation", "rounding"}
     for cause in causes:
-        if first in {"race", "nonlinear backward", "dependent inputs", *numerical} and cause.name != first:
+        if first in {"nondeterminism", "nonlinear backward", "dependent inputs", *numerical} and cause.name != first:
             continue
         if first == "constant part" and cause.name in {"missing reduction", "zero gradient", "constant factor"}:
             continue  # these describe the same error
@@ -110,7 +110,7 @@ _OF_ISSUES = {
 def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     if evidence.func_varies:
         yield Cause(
-            "race",
+            "nondeterminism",
             "func gives different values in each call: random numbers, state, atomic additions, or "
             "uninitialized memory",
             f"two calls at the same inputs differ by {evidence.func_varies:.1e}",
@@ -305,7 +305,7 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
         reasons = "random numbers, state, missing synchronization, or uninitialized memory"
         if max(runs) < AS_ROUNDING:
             reasons = "atomic additions in a varying order, or missing synchronization"
-        yield Cause("race", f"backward gives different values in each call: {reasons}", measure, 0.95)
+        yield Cause("nondeterminism", f"backward gives different values in each call: {reasons}", measure, 0.95)
 
 
 def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:

@@ -67,7 +67,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class _WrongElements(Elements):
+class _JudgedElements(Elements):
     """The elements of the output or the input that have nonzero entries, and which of them have wrong ones (`bad`).
 
     excess: for each element, the largest ratio of an error to the allowed error. mixing: as from `_mixing`. share: the
@@ -93,7 +93,7 @@ def _log_chance(chosen: int, total: int) -> float:
     return math.lgamma(chosen + 1) + math.lgamma(total - chosen + 1) - math.lgamma(total + 1)
 
 
-def _places(sample: Sample, side: Side, settings: Tolerances) -> _WrongElements | None:
+def _places(sample: Sample, side: Side, settings: Tolerances) -> _JudgedElements | None:
     elements, values, shape = (
         (sample.inputs, sample.input_values, sample.input_shape)
         if side == "input"
@@ -120,7 +120,7 @@ def _places(sample: Sample, side: Side, settings: Tolerances) -> _WrongElements 
     )
     entries, mixing = (int(failing.sum()), failing.numel()), _mixing(sample, nonzero)
     share = entries[0] / int(bad[number].sum())
-    return _WrongElements(shape, unique, values, side, bad, excess, mixing, share, entries, sample.complete)
+    return _JudgedElements(shape, unique, values, side, bad, excess, mixing, share, entries, sample.complete)
 
 
 def _mixing(sample: Sample, nonzero: Tensor) -> frozenset[int] | None:
@@ -179,7 +179,7 @@ def place_rules(sample: Sample, names: tuple[str, str], settings: Tolerances) ->
     return found
 
 
-def _element(places: _WrongElements, name: str) -> Rule | None:
+def _element(places: _JudgedElements, name: str) -> Rule | None:
     """The rule if all entries of a single element are wrong, and no others; None unless chance is unlikely."""
     wrong, total = places.entries
     if int(places.bad.sum()) != 1 or wrong < 3 or places.share < 1:
@@ -196,11 +196,11 @@ def _element(places: _WrongElements, name: str) -> Rule | None:
     return _of(places, cause, lambda some: some.elements == element)
 
 
-def _of(places: _WrongElements, cause: Cause, covers: Covers) -> Rule:
+def _of(places: _JudgedElements, cause: Cause, covers: Covers) -> Rule:
     return Rule(cause, places.side, covers, None if places.is_complete else places.elements)
 
 
-def _triangle(places: _WrongElements, name: str) -> Rule | None:
+def _triangle(places: _JudgedElements, name: str) -> Rule | None:
     """A rule for elements that are wrong only above, below, on or off the diagonal of the last two dimensions."""
     if places.index.shape[1] < 2:
         return None
@@ -225,7 +225,7 @@ def _triangle(places: _WrongElements, name: str) -> Rule | None:
 def _rule(
     name: CauseName,
     text: str,
-    places: _WrongElements,
+    places: _JudgedElements,
     chance: float,
     base: float,
     covers: Covers,
@@ -249,7 +249,7 @@ def _extent(index: Tensor) -> tuple[int, int]:
     return int(index.min()), int(index.max())
 
 
-def _tail(places: _WrongElements, name: str) -> Rule | None:
+def _tail(places: _JudgedElements, name: str) -> Rule | None:
     """A rule for elements that are wrong from a multiple of a block size on: along some dimensions, or in memory."""
     index, bad = places.index, places.bad
     total = math.prod(places.shape)
@@ -299,7 +299,7 @@ def _tail_block(last_right: int, first_wrong: int, size: int) -> int | None:
     return None
 
 
-def _ends(places: _WrongElements, name: str) -> Rule | None:
+def _ends(places: _JudgedElements, name: str) -> Rule | None:
     """A rule for elements that are wrong only at the first or last indices along a dimension, or at all borders."""
     index, bad = places.index, places.bad
     for dim, size in enumerate(places.shape):
@@ -344,7 +344,7 @@ def _several(count: int) -> str:
     return "position" if count == 1 else f"{count} positions"
 
 
-def _slice(places: _WrongElements, name: str) -> Rule | None:
+def _slice(places: _JudgedElements, name: str) -> Rule | None:
     """A rule for elements that are wrong at only one index along a dimension, or along several dimensions."""
     index, bad = places.index, places.bad
     if int(bad.sum()) < 2 and places.bad.numel() < 2 * sum(places.shape):
@@ -374,7 +374,7 @@ def _at(dims: list[int], index: Tensor) -> Covers:
     return lambda some: (some.index[:, dims] == index).all(1)
 
 
-def _region(places: _WrongElements, name: str) -> Rule | None:
+def _region(places: _JudgedElements, name: str) -> Rule | None:
     """A rule for elements that are wrong only if their values are on one side of a threshold, or between two."""
     values, bad = places.values, places.bad
     if values is None or values.is_complex() or not bool(values.isfinite().all()):
@@ -424,7 +424,7 @@ def _where(sign: str, threshold: float, of_modulus: bool) -> Covers:
     return covers
 
 
-def _single_value(places: _WrongElements, name: str) -> Rule | None:
+def _single_value(places: _JudgedElements, name: str) -> Rule | None:
     """A rule for elements that are wrong only if they have a certain value, for example zero in a mask."""
     assert places.values is not None
     wrong, right = places.values[places.bad], places.values[~places.bad]

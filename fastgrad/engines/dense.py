@@ -152,7 +152,7 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
         columns = cuda_graph.difference_columns(problem, first, count, eps, record_graph)
     error = _disagreement(problem, settings, first, columns, record_graph)
     if error > 1:
-        refused = executor.RejectedError if error > executor.MOVED else executor.UnsuitableError
+        refused = executor.RejectedError if error > executor.BEYOND_ROUNDING else executor.UnsuitableError
         raise refused("the columns do not agree with columns computed one by one")
     return columns
 

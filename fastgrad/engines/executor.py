@@ -25,10 +25,10 @@ SCALES = (1.0, -1.0, 0.5, -0.5)
 SHARE = 1 / 8
 """Share of atol by which columns from batches or replays may differ from those of single calls, because of rounding."""
 
-MOVED = 2 / SHARE
+BEYOND_ROUNDING = 2 / SHARE
 """Disagreement that rounding does not explain: func's values differ by more than eps times atol."""
 
-SINGLES = 4
+SINGLE_CALLS = 4
 """Number of columns or rows that are computed one call at a time for comparison."""
 
 
@@ -80,7 +80,7 @@ def speedup(
     RejectedError
         The results differ, or `several` raises this error.
     """
-    singles = min(SINGLES, count)
+    singles = min(SINGLE_CALLS, count)
     last = first + count - singles
     several(last, 1)  # raises early at little cost; otherwise a warm-up
     begin = clock(problem.device)
@@ -116,7 +116,7 @@ def disagreement(
     It is infinite if a sum is not finite, or if a column that is tested separately is wrong. An entry that is wrong by
     more than SHARE of atol is detected, unless other errors cancel it. Some errors appear only if one coordinate is
     perturbed at a time, for example if func caches a result for all inputs with the same first elements. Such errors
-    are detected in the first and last column of each input and in SINGLES other columns.
+    are detected in the first and last column of each input and in SINGLE_CALLS other columns.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def disagreement(
             return error / allowed if allowed and math.isfinite(error) else math.inf
     last = first + columns.shape[0]
     ends = {end for block in problem.inputs for end in (block.first, block.end - 1) if first <= end < last}
-    others = (uniform(SINGLES, seed, TRIAL_STREAM + 16 * DIRECTIONS, first) + 1) / 2 * columns.shape[0]
+    others = (uniform(SINGLE_CALLS, seed, TRIAL_STREAM + 16 * DIRECTIONS, first) + 1) / 2 * columns.shape[0]
     for column in sorted(ends | {first + int(other) for other in others}):
         u = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
         u[column] = 1.0

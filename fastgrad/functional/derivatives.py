@@ -36,7 +36,7 @@ from fastgrad.functional.linear_map import backward_map, backward_of_backward_ma
 from fastgrad.functional.numerical import numerical_hessian, numerical_jacobian
 from fastgrad.functional.products import check_product_options
 from fastgrad.problem.caller_state import restores_caller_state
-from fastgrad.problem.validation import is_differentiable, truth_of
+from fastgrad.problem.validation import as_bool, is_differentiable
 
 Func = Callable[..., Any]
 Strategy = Literal["reverse-mode", "forward-mode"]
@@ -57,7 +57,7 @@ class _Options:
 
 def _options(create_graph: Any, strict: Any, vectorize: Any, sparse: Sparse) -> _Options:
     flags = {"create_graph": create_graph, "strict": strict, "vectorize": vectorize}
-    return _Options(**{name: truth_of(name, value) for name, value in flags.items()}, sparse=sparse)
+    return _Options(**{name: as_bool(name, value) for name, value in flags.items()}, sparse=sparse)
 
 
 @restores_caller_state

@@ -241,7 +241,7 @@ class Evaluation:
 
         Nothing is measured if func changes its inputs, of which outputs may be views, or gets stand-ins for them.
         """
-        if self._base is not None and not self.mutates_inputs and self.nowhere() is None:
+        if self._base is not None and not self.mutates_inputs and self.zero_displacement() is None:
             change = largest_change(self._flat(output.detach() for output in outputs), self._base)
             self.base_change = max(self.base_change, change)
 
@@ -372,17 +372,17 @@ class Evaluation:
     def base(self) -> Tensor:
         """The outputs at x: float64, shape (m,); evaluated once, or known from the first evaluation."""
         if self._base is None:
-            if self.evaluations == 1 and self.nowhere() is None:
+            if self.evaluations == 1 and self.zero_displacement() is None:
                 self._base = self._flat(block.tensor for block in self.outputs)
             else:
-                self._base = self.evaluate(True, self.nowhere())
+                self._base = self.evaluate(True, self.zero_displacement())
         return self._base
 
-    def take_base(self, base: Tensor) -> None:
+    def set_base(self, base: Tensor) -> None:
         """Sets `base` to known outputs at x: float64, shape (m,)."""
         self._base = base.to(self.device)
 
-    def nowhere(self) -> Tensor | None:
+    def zero_displacement(self) -> Tensor | None:
         """The displacement for evaluations at x: None, or zeros if func gets stand-ins for perturbed inputs.
 
         func may give other values for stand-ins than for the inputs themselves.

@@ -33,7 +33,7 @@ def check_seed(seed: Any, expected: str = "an integer of 64 bits") -> None:
         raise ValueError(f"seed must be {expected}, got {seed!r}.")
 
 
-def number_of(name: str, value: Any, zero: bool = True) -> float:
+def as_float(name: str, value: Any, zero: bool = True) -> float:
     """The value of a keyword as a float; raises unless it is at least zero or, if not `zero`, positive and finite."""
     if type(value) is float and (value >= 0 if zero else value > 0) and value < math.inf:
         return value
@@ -47,7 +47,7 @@ def number_of(name: str, value: Any, zero: bool = True) -> float:
     return number
 
 
-def truth_of(name: str, value: Any) -> bool:
+def as_bool(name: str, value: Any) -> bool:
     """The truth value of a keyword; raises a TypeError if it has none."""
     try:
         return bool(value)

@@ -32,7 +32,7 @@ CauseName = Literal[
     "last tile",
     "triangle",
     "saved tensor",
-    "race",
+    "nondeterminism",
     "nonlinear backward",
     "layout of grad_output",
     "sparse grad_output",

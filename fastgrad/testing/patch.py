@@ -194,7 +194,7 @@ def _forward(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -
     """Runs one call of a patched checker; returns whether it passed, or raises as this checker does."""
     __tracebackhide__ = True
     sessions = _sessions[-1:]  # none, if another thread has just left the last context
-    if torch_reference.is_asked() or not sessions:
+    if torch_reference.is_calling_torch() or not sessions:
         return bool(_TORCH[name].original(*positional, **keywords))
     [session] = sessions
     if session.estimates:

@@ -57,7 +57,7 @@ def outcome_of(check: Callable[[], object]) -> Outcome:
     return Outcome("passed", None, time.perf_counter() - start)
 
 
-def is_asked() -> bool:
+def is_calling_torch() -> bool:
     """Whether this module is calling a checker of torch, which must then run even if it is patched."""
     return _asking.get()
 

@@ -221,7 +221,7 @@ def _checked_by_ranks(options: argparse.Namespace) -> int:
 def _checked(options: argparse.Namespace) -> int:
     _require_device(options.device)
     _reject_options(options)
-    with _aside(options):
+    with _stdout_to_stderr(options):
         target = specs.target(options.function, options.input, options.keyword, options.seed, options.device)
     arguments = [specs.described(value) for value in target.inputs]
     if not options.json:
@@ -235,7 +235,7 @@ def _checked(options: argparse.Namespace) -> int:
         report, error = None, None
         keywords = _keywords(options, order)
         try:
-            with _aside(options):
+            with _stdout_to_stderr(options):
                 report = check(target.func, target.inputs, kwargs=target.keywords, **keywords)
         except (Exception, SystemExit) as raised:  # raised by func, or because of invalid arguments: no verdict
             error = raised
@@ -270,7 +270,7 @@ def _reject_options(options: argparse.Namespace) -> None:
         raise specs.SpecError(f"--variants checks all orders and modes: do not pass {', '.join(refused)}")
 
 
-def _aside(options: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
+def _stdout_to_stderr(options: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
     """A context in which, with --json, what func and its module print goes to stderr."""
     return contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
 
@@ -308,7 +308,7 @@ def _variants(options: argparse.Namespace, target: specs.Target, arguments: list
 
     keywords = {"compiled": options.compiled, "check_undefined_grad": not options.no_undefined_grad}
     try:
-        with _aside(options):
+        with _stdout_to_stderr(options):
             report = check_variants(
                 target.func, target.inputs, kwargs=target.keywords, **keywords, **_common_keywords(options)
             )

@@ -17,7 +17,7 @@ from fastgrad.core.errors import is_of_fastgrad
 from fastgrad.problem.arguments import flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
-from fastgrad.problem.validation import check_kwargs, check_seed, disabled_gradients, number_of
+from fastgrad.problem.validation import as_float, check_kwargs, check_seed, disabled_gradients
 from fastgrad.report.variants import VariantRow, VariantsReport, VariantVerdict
 from fastgrad.variants import compilation, derivatives, layouts, points, state
 from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, subject_of
@@ -151,7 +151,7 @@ def _check_arguments(seconds: object, kwargs: object, keywords: dict[str, Any]) 
     disabled = disabled_gradients()
     if disabled is not None:
         raise ValueError(f"check_variants records gradients, but {disabled}.")
-    number_of("seconds", seconds)
+    as_float("seconds", seconds)
 
 
 def _chosen(among: list[Variant], only: Sequence[str] | None, compiled: bool) -> list[Variant]:

@@ -16,7 +16,7 @@ from fastgrad.core.random import DUALITY_STREAM, direction
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.problem import Problem
-from fastgrad.problem.validation import check_seed, is_integer, number_of, raise_without_graph
+from fastgrad.problem.validation import as_float, check_seed, is_integer, raise_without_graph
 from fastgrad.report.json_form import EqualByContent
 
 LARGEST_STEP = 2.0**-6
@@ -169,7 +169,7 @@ def adjoint_test(
     if not (is_integer(trials) and trials >= 1):
         raise ValueError(f"trials must be an integer of at least 1, got {trials!r}.")
     if rtol is not None:
-        rtol = number_of("rtol", rtol)
+        rtol = as_float("rtol", rtol)
     check_seed(seed)
     # No warning about lower dtypes: it is about differences, which this test does not take.
     with Problem(func, as_tuple(inputs), masked, warn_of_precision=False) as problem:

@@ -34,7 +34,7 @@ from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
 MAX_SUSPECTS = 8
 """Largest number of rows, and of columns, that are examined after a failed certificate."""
 
-MAX_PEELED = 8
+MAX_SUBTRACTED = 8
 """Largest number of harmless entries of a row (those that differ at eps, but are right when re-measured) that are
 subtracted from its unexplained part."""
 
@@ -424,7 +424,7 @@ class NumericalCertificate:
             k = int(errors.abs().nan_to_num(torch.inf).argmax())
             if abs(errors[k].item()) <= allowed:
                 return found
-            if len(found) == MAX_PEELED:
+            if len(found) == MAX_SUBTRACTED:
                 break
             where = row, gradient, differences.directions[k], differences.eps, errors[k].item(), found
             entry = entry_in_row(problem, settings, *where)

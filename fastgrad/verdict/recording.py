@@ -19,7 +19,7 @@ def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | 
 
     Training uses gradients without create_graph=True. Second derivatives are those of gradients with it.
     """
-    recorded, unrecorded = problem.base(), problem.evaluate(False, problem.nowhere())
+    recorded, unrecorded = problem.base(), problem.evaluate(False, problem.zero_displacement())
     return _difference(problem, settings, "recorded gradient", "with it", recorded, "without", unrecorded)
 
 

@@ -166,7 +166,7 @@ class RepeatedCalls:
         """The product of all rows with the cotangent FIRST_PRODUCT, shape (1, n), if it was run before all others."""
         return self._known[:1] if self._known is not None and self.rows and self._problem.m > 1 else None
 
-    def see(self, block: JacobianBlock) -> None:
+    def compare(self, block: JacobianBlock) -> None:
         """Compares the first rows with the rows of a block, which were run later; `failure` returns the result."""
         width, count = block.output.width, block.analytical.shape[0]
         first = block.output.first + block.first_row * width + int(block.part == "imaginary")
@@ -182,8 +182,8 @@ class RepeatedCalls:
                 self._moved = block.output
             self._rounding = max(self._rounding, _largest_difference(again, known))
 
-    def see_all(self, jacobian: Tensor) -> None:
-        """Like `see`, for all rows of the Jacobian: float64, shape (m, n)."""
+    def compare_all(self, jacobian: Tensor) -> None:
+        """Like `compare`, for all rows of the Jacobian: float64, shape (m, n)."""
         for row, known in self.rows.items():
             if not gradients_agree(self._problem.inputs, self._settings, jacobian[row : row + 1], known[None], True):
                 self._moved = block_with(self._problem.outputs, row)
@@ -220,7 +220,7 @@ class RepeatedCalls:
         if isinstance(problem, Problem) and not settings.fast_mode:
             base = problem.base()
             for _ in range(min(2 * problem.n, MAX_CALLS) - problem.evaluations_since_first_graph()):
-                if values_vary(problem, settings, problem.evaluate(True, problem.nowhere()), base):
+                if values_vary(problem, settings, problem.evaluate(True, problem.zero_displacement()), base):
                     return nondeterministic_func(problem.outputs[0], "at the inputs")
         number, known = self._outputs[0], self._known[:1]
         again = problem.vjp_of_older_graph(self._cotangents(range(1)), None if number < 0 else problem.outputs[number])

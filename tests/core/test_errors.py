@@ -65,6 +65,13 @@ def test_what_a_builtin_func_raises_is_an_error_of_func() -> None:
         fastgrad.gradcheck(dropout, (leaf(3),), **keywords)
 
 
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"fast_mode": True, "check_forward_ad": True}])
+def test_a_builtin_func_that_raises_next_to_the_inputs_fails_as_any_other(keywords: dict[str, Any]) -> None:
+    at_the_edge = (2e-6 * torch.eye(30, dtype=torch.float64)).requires_grad_()
+    for func in (torch.linalg.cholesky, lambda x: torch.linalg.cholesky(x)):
+        assert not fastgrad.gradcheck(func, (at_the_edge,), raise_exception=False, **keywords)
+
+
 def raised_by(run: Any) -> Exception:
     try:
         run()

@@ -814,15 +814,15 @@ BACKWARD = [
         wrong=_reuses_saved(False),
         right=_reuses_saved(True),
     ),
-    Planted("updates lost", "race", **pair(torch.sin, _lost_updates(0.2), lambda g, x: g * x.cos())),
+    Planted("updates lost", "nondeterminism", **pair(torch.sin, _lost_updates(0.2), lambda g, x: g * x.cos())),
     Planted(
         "order of additions",
-        "race",
+        "nondeterminism",
         **pair(torch.exp, _order_of_addition(1e-7), lambda g, x: g * x.exp()),
     ),
     Planted(
         "noise in forward",
-        "race",
+        "nondeterminism",
         wrong=lambda x: x.sin() * (1 + 1e-6 * torch.rand(x.shape, dtype=x.dtype)),
         right=torch.sin,
     ),

@@ -1154,7 +1154,7 @@ BINS = torch.tensor([0, 3, 3, 5, 1, 3, 0, 2])
 ATOMIC = _jitter(torch.Size([6, 1]), 1e-14)
 plant(
     "gather, sums in an order of their own",
-    "race",
+    "nondeterminism",
     lambda w: w[BINS],
     lambda g, w: torch.zeros_like(w).index_add(0, BINS, g) * ATOMIC(),
     lambda g, w: torch.zeros_like(w).index_add(0, BINS, g),
@@ -1169,7 +1169,7 @@ def _updates() -> Function:
 
 plant(
     "scale's gradient, updates lost",
-    "race",
+    "nondeterminism",
     lambda x, w: x * w,
     _updates(),
     lambda g, x, w: (g * w, (g * x).sum(0)),
@@ -1179,7 +1179,7 @@ plant(
 UNFINISHED = _jitter(torch.Size([30_000]), 1e-5)
 plant(
     "block read before it is finished",
-    "race",
+    "nondeterminism",
     lambda x: x * x,
     lambda g, x: 2 * g * x * UNFINISHED(),
     lambda g, x: 2 * g * x,

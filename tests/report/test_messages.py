@@ -308,7 +308,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "probably backward reads a tensor that other calls of func overwrite: in a global variable, on the class "
         "or in a shared buffer; ctx.save_for_backward keeps one tensor per graph",
     ),
-    "race": (
+    "nondeterminism": (
         "probably backward gives different values in each call: random numbers, state, missing "
         "synchronization, or uninitialized memory",
     ),
@@ -385,7 +385,7 @@ def test_probable_causes_in_words(cause: CauseName) -> None:
 
 def test_three_causes_at_most_and_none_without_evidence() -> None:
     failure = Failure("mismatch", 0, 0, 0, 0, comparison=comparison())
-    many = tuple(Cause("race", f"cause {k}", "measured", 0.9 - k / 10) for k in range(5))
+    many = tuple(Cause("nondeterminism", f"cause {k}", "measured", 0.9 - k / 10) for k in range(5))
     lines = failure_message(report(failure, causes=many)).splitlines()
     assert lines[0].endswith("; probable cause: cause 0")
     assert [line for line in lines[1:] if "cause" in line] == [
