@@ -56,6 +56,7 @@ def _mutates(g: Tensor, x: Tensor) -> Tensor:
 
 
 LINEAR = "not linear in grad_output"
+RAISES = "raises for some values of grad_output"
 PHRASES = {
     "clamp": lambda g, x: 2 * x * g.clamp(-1, 1),
     "square": lambda g, x: 2 * x * g * g,
@@ -143,8 +144,8 @@ ROWS = [
         )
         for name, backward in PHRASES.items()
     ),
-    Row("contiguous only", square(_contiguous_only), RIGHT_SQUARE, phrase=LINEAR, torch_sees=False),
-    Row("raises if not contiguous", square(_needs_contiguous), RIGHT_SQUARE, phrase=LINEAR, torch_sees=False),
+    Row("contiguous only", square(_contiguous_only), RIGHT_SQUARE, phrase=RAISES, torch_sees=False),
+    Row("raises if not contiguous", square(_needs_contiguous), RIGHT_SQUARE, phrase=RAISES, torch_sees=False),
     Row("right for one-hot only", square(_dense_wrong), RIGHT_SQUARE, phrase=LINEAR, torch_sees=False),
     Row(
         "missing conjugate",
