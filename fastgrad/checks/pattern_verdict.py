@@ -368,8 +368,10 @@ class PatternVerdict(_Entries):
             return None
         made = partial(TangentCertificate, self._problem, self._settings, self._compression)
         certificate = unless_rejected(made)  # jvp may raise for tangents that are not one-hot
-        if certificate is None or not unless_rejected(partial(certificate.certify, self.of_func.asked)):
+        if certificate is None:
             return None
+        if not unless_rejected(partial(certificate.certify, self.of_func.asked)):
+            return unless_rejected(certificate.wrong_entry)
         entries = self._compression, certificate.values, self.numerical
         failure = pattern_mismatch(self._problem, plan, *entries, self._settings, self.findings, "forward")
         if failure is not None:

@@ -17,8 +17,10 @@ from fastgrad.engines.compressed import Compression, tangent_entries
 from fastgrad.problem.forward import SummedJvps
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
+from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.analytical_certificate import MAX_COTANGENTS, SAME
+from fastgrad.verdict.confirm import entry_at, located_failure
 from fastgrad.verdict.linearity import (
     NEGLIGIBLE,
     detected_size,
@@ -27,6 +29,7 @@ from fastgrad.verdict.linearity import (
     sum_rounding,
     term_sizes,
 )
+from fastgrad.verdict.locate import locate
 from fastgrad.verdict.repeated_calls import MAX_CALLS
 from fastgrad.verdict.tangents import tangent_directions
 
@@ -49,6 +52,7 @@ class TangentCertificate:
         self._summed = problem.unexplained_jvps or SummedJvps(problem)
         self._tangents = 0
         self._bound = 0.0
+        self._mismatch: tuple[Tensor, int, float] | None = None
         problem.unexplained_jvps = self._summed  # until they are explained, also if a JVP raises
         self.values = tangent_entries(problem, compression, self._summed.jvps_of)
 
@@ -64,6 +68,18 @@ class TangentCertificate:
         self._problem.unexplained_jvps = None
         return True
 
+    def wrong_entry(self) -> Failure | None:
+        """The failure of an entry that explains why `certify` returned False, if JVP and differences confirm it."""
+        if self._mismatch is None:
+            return None
+        tangent, row, value = self._mismatch
+
+        def residual(vector: Tensor) -> float:
+            return self._problem.jvp_coordinates(vector)[row].item() - self._sums(vector[None])[0][0, row].item()
+
+        found = entry_at(self._problem, self._settings, row, locate(residual, tangent, value))
+        return None if found.remeasured is None else located_failure([found])
+
     def certificate(self) -> Certificate:
         """The certificate, after `certify` has returned True."""
         method = f"J u against the JVP of u, {self._tangents} random tangents, one of them half zero"
@@ -77,8 +93,14 @@ class TangentCertificate:
             product = self._summed.jvps_of(tangent)
             known, _ = self._sums(tangent)
             if not largest(product - known) <= SAME * largest(known):
+                self._note_mismatch(tangent, product - known)
                 return False
         return True
+
+    def _note_mismatch(self, tangents: Tensor, errors: Tensor) -> None:
+        """Notes the tangent and the output with the largest error: shapes (count, n) and (count, m)."""
+        k, row = divmod(int(errors.abs().argmax()), errors.shape[1])
+        self._mismatch = tangents[k], row, errors[k, row].item()
 
     def _separate_columns(self) -> list[int]:
         """Two columns of each input; more if func contains custom code, whose jvp may be right only for sums."""
@@ -112,12 +134,15 @@ class TangentCertificate:
         roundoff = self._problem.unit_roundoff
         rounding = sum_rounding(self._compression.pattern.most_in_row, roundoff)
         allowed = rounding * sizes + NEGLIGIBLE * self._settings.atol
-        error = (products - sums).abs_()
-        if not bool((error <= allowed).all()):
+        error = products - sums
+        if not bool((error.abs() <= allowed).all()):
             again = self._summed.jvps_of
             measured = measured_rounding(lambda factor: again(tangents * factor), products, sizes, roundoff)
             allowed = torch.maximum(allowed, measured)
-        return largest(allowed) if bool((error <= allowed).all()) else None
+        if bool((error.abs() <= allowed).all()):
+            return largest(allowed)
+        self._note_mismatch(tangents, error)
+        return None
 
     def _explains_earlier_jvps(self) -> bool:
         """Whether the entries explain the sum of all JVPs, also of those that another pattern did not explain."""

@@ -102,6 +102,21 @@ def test_the_number_of_calls_does_not_grow() -> None:
 
 
 @pytest.mark.parametrize("keywords", [BOTH, FORWARD])
+@pytest.mark.parametrize("size", [1e-4, 1e-2])
+def test_a_wrong_entry_outside_the_pattern_is_found_with_few_calls(size: float, keywords: dict[str, bool]) -> None:
+    x = leaf(5000)
+    report = fastgrad.check(square(with_entry(3, 2500, size)), (x,), **keywords)
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    assert report.failure.comparison.worst is not None
+    assert report.failure.comparison.worst.output_index == (3,)
+    assert report.failure.comparison.worst.input_index == (2500,)
+    assert not report.failure.comparison.exhaustive
+    assert report.evaluations < 200
+    assert report.jvps < 100
+
+
+@pytest.mark.parametrize("keywords", [BOTH, FORWARD])
 @pytest.mark.parametrize("size", [1e-4, 1e-2, 1.0])
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (SIZE - 1, SIZE - 1), (3, 500), (SIZE - 1, 0), (256, 257)])
 def test_a_wrong_entry_fails(row: int, column: int, size: float, keywords: dict[str, bool]) -> None:
