@@ -144,7 +144,7 @@ def gradcheck(
         Seed of the random cotangents and evaluation points; 0 by default. Torch's generators are not used.
     confidence
         Probability that fast mode finds two errors of at least 1000 atol that cancel in a row or a column;
-        1 - 1e-9 by default. Single errors above the bound of the certificate are always found.
+        1 - 1e-9 by default. Single errors above their tolerance and the bound of the certificate are always found.
     progress
         Show a progress bar of the calls of func and backward (tqdm). By default it is shown on a terminal
         if the check is expected to take long and tqdm is installed.
@@ -642,7 +642,7 @@ def _raise_or_return(
         watch(report)
     if report.precision is not None and report.precision.undecided:
         warn(f"The check is undecided: {report.precision.undecided}. To get a verdict: {report.precision.remedy}.")
-    elif report.undecided is not None:
+    elif report.undecided is not None and report.failure is None:
         more = "fast_mode=False" if settings.fast_mode else "engine='dense'"
         warn(f"No error was found, but the check is {undecided_text(report.undecided)}. {more} compares every entry.")
     if report.failure is None:

@@ -103,7 +103,8 @@ class Certificate:
     method
         The random vectors, and the quantity with which their products were compared.
     bound
-        The smallest size that is detected, apart from rounding; 0: any size.
+        The smallest size that is detected, apart from rounding; 0: any size. Errors within the tolerance of their entry
+        do not count.
     of
         What the bound limits: errors of one entry, or differences between repeated gradients.
     """

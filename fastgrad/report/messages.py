@@ -86,7 +86,9 @@ def undecided_text(bound: float) -> str:
 def bound_text(certificate: Certificate) -> str:
     """The size of the errors, or differences, that a certificate excludes."""
     size = f"at least {certificate.bound:.2g}" if certificate.bound else "any size"
-    return f"{certificate.of} of {size} are detected"
+    # An error within the tolerance of its entry is no failure, even if it is larger than the bound.
+    excepted = " that exceed their tolerance" if certificate.of == "errors" and certificate.bound else ""
+    return f"{certificate.of} of {size}{excepted} are detected"
 
 
 def settings_line(report: ReportData) -> str:

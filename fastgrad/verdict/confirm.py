@@ -163,7 +163,7 @@ def located_failure(found: list[Found]) -> Failure:
         mismatches=len(same),
         worst=worst.entry,
         largest_absolute=max((difference for difference, _ in finite), default=0.0),
-        largest_relative=max((difference / size if size else math.inf for difference, size in finite), default=0.0),
+        largest_relative=max((difference / size for difference, size in finite if size), default=0.0),
         sum_analytical=sum(modulus(a) * modulus(a) for a, _ in pairs),
         sum_numerical=sum(modulus(n) * modulus(n) for _, n in pairs),
         sum_product=product,

@@ -603,3 +603,15 @@ def test_a_gradient_that_is_lost_if_other_grad_outputs_are_undefined_is_wrong(sh
     report = fastgrad.check(SineAndCosine.apply, x, fast_mode=True)
     assert report.failure is not None
     assert (report.failure.kind, report.failure.output) == ("mismatch", 1)
+
+
+def test_certificates_claim_nothing_about_errors_within_their_tolerance() -> None:
+    def within_tolerance(gradient: Tensor, _: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[3] *= 1.0009  # 0.09, and 0.1 is allowed
+        return gradient
+
+    report = fast(lambda x: Wrong.apply(x, lambda x: 100 * x, within_tolerance), normal(400))
+    assert report.passed
+    assert "errors of at least 1e-05 that exceed their tolerance are detected" in str(report)
+    assert "by more than its tolerance" in report.certificates[0].claim
