@@ -107,6 +107,10 @@ def load_decompositions() -> None:
             importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 
+DUAL_TENSOR_FUNCTIONS = (torch._make_dual, torch._unpack_dual)
+"""What `torch.autograd.forward_ad.make_dual` and `unpack_dual` call."""
+
+
 def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
     """`torch.autograd.forward_ad.make_dual`, with type annotations."""
     load_decompositions()

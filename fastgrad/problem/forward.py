@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fastgrad.core import native, torch_private
 from fastgrad.core.memory import raises_memory_error
@@ -32,6 +33,30 @@ def dual_arguments(
             inside.append(tangent if within is None else within)
         duals[id(input_)] = dual
     return tuple(duals.get(id(value), value) for value in arguments), inside
+
+
+class _CustomCalls(TorchFunctionMode):
+    """Notes whether func runs a `torch.autograd.Function`, or makes or reads dual tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs a function of torch."""
+        self.found |= func in torch_private.DUAL_TENSOR_FUNCTIONS
+        return func(*args, **(kwargs or {}))
+
+    def apply(self, cls: type, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Runs a `torch.autograd.Function`."""
+        self.found = True
+        return call(*args)
 
 
 class SummedJvps:
@@ -135,6 +160,27 @@ class ForwardMode(Evaluation):
             _, output, found = changed
             raise AssertionError(changed_message(self.outputs[output], found, "evaluated again"))
         return products
+
+    def runs_custom_jvp(self) -> bool:
+        """Whether func runs a `torch.autograd.Function` in forward mode, or makes or reads dual tensors itself.
+
+        Such code need not be in the graph of the backward. If the backward has custom code, this takes no evaluation.
+        """
+        if self.is_custom:
+            return True
+        self._recorded = None
+        self.jvps += 1
+        inputs = [block.tensor for block in self.inputs]
+        calls = _CustomCalls()
+
+        def evaluate() -> None:
+            ones = [torch.ones_like(input_.detach()) for input_ in inputs]
+            duals, _ = dual_arguments(self._arguments, inputs, ones)
+            with calls, torch_private.functions_through(calls.apply):
+                self._evaluator.evaluate_at(duals)
+
+        native.at_dual_level(evaluate)
+        return calls.found
 
     @property
     def modified_tangent(self) -> Block | None:

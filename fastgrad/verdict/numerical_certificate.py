@@ -34,6 +34,12 @@ from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
 MAX_SUSPECTS = 8
 """Largest number of rows, and of columns, that are examined after a failed certificate."""
 
+SAME_CHANGE = 0.01
+"""Relative difference up to which the changes of an output at several steps count as the same."""
+
+MIN_STEPS = 3
+"""Number of steps, the smallest ones, at which the changes of an output must be the same to count as a jump."""
+
 MAX_SUBTRACTED = 8
 """Largest number of harmless entries of a row (those that differ at eps, but are right when re-measured) that are
 subtracted from its unexplained part."""
@@ -182,7 +188,7 @@ class NumericalCertificate:
         self._compression = compression
         self._base = look.base
         self.bound, self._margin, self._shares = 0.0, 1.0, (1.0, 1.0)
-        self._explained, self._unresolved = 0.0, 0.0
+        self._explained, self._unresolved, self._jumps = 0.0, 0.0, False
 
     @property
     def may_hide_entries(self) -> bool:
@@ -269,7 +275,7 @@ class NumericalCertificate:
                 failure, rows = self._separated(rows, count, analytical, row_of)
                 if failure is not None:
                     return failure
-        if watched:
+        if watched and not self._jumps:
             # Outputs were compared bit by bit. Differences cannot show an entry that changes no bit of its output.
             self.bound = max(min(self.bound, self.asked), self._unresolved)
         elif self._hiding.numel() > FEW_HIDING * self._base.numel():
@@ -311,6 +317,7 @@ class NumericalCertificate:
         """
         bounds: dict[float, Tensor] = {}
         errors: dict[float, Tensor] = {}
+        noises: dict[float, Tensor] = {}
         soon = SOON_SEPARATED if analytical is not None and excluded is None else 0
         steps = [1.0]
         taken: list[_Taken] = []
@@ -320,6 +327,7 @@ class NumericalCertificate:
             measure = partial(self._differences_along, step, count, extrapolated=count, excluded=excluded)
             differences = measure()
             taken.append((measure, checksum(differences.derivatives)))
+            noises[step] = differences.noise
             found = [self._compared(differences, self.values, self._entry_rounding)]
             if analytical is not None:
                 found.append(self._compared(differences, analytical, None))
@@ -341,6 +349,8 @@ class NumericalCertificate:
             elif self._separable_columns(hiding.nonzero().reshape(-1), soon) is not None:
                 break
         self._repeat(taken)
+        rounding = ROUNDING * self._problem.unit_roundoff / self._settings.eps * self._base.abs()
+        self._jumps = bool((_is_jump(noises, rounding) & (known > self.asked)).any())
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         refuted = torch.stack([error[0] for error in errors.values()]).amax(0)
         worst_first = rows.nonzero().reshape(-1)[refuted[rows].argsort(descending=True)]
@@ -533,6 +543,17 @@ def _shown(bounds: dict[float, Tensor], errors: dict[float, Tensor], negligible:
             found = torch.maximum(found, averaged.masked_fill_(is_rounding, 0.0))
         shown.append(found)
     return torch.stack(shown).amin(0)
+
+
+def _is_jump(noises: dict[float, Tensor], rounding: Tensor) -> Tensor:
+    """Which outputs change by the same amount at the smallest steps, and by more than rounding: bool, shape (m,).
+
+    A comparison of bits at a few points may lie on one side of a jump, and says nothing about it. noises: by step,
+    shape (m,). rounding: of the noise at a step of 1.
+    """
+    changes = torch.stack([noises[step] * step for step in sorted(noises)[:MIN_STEPS]])
+    least, most = changes.amin(0), changes.amax(0)
+    return (least >= (1 - SAME_CHANGE) * most) & (most > rounding) & (len(noises) >= MIN_STEPS)
 
 
 def _change(repeat: Callable[[], Differences], before: int, settings: Settings, base: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgrad.core.native import ops
 from fastgrad.core.random import TANGENT_STREAM, direction
-from fastgrad.core.tensors import largest
+from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import one_hot_elements
 from fastgrad.engines.compressed import Compression, tangent_entries
 from fastgrad.problem.forward import SummedJvps
@@ -20,6 +20,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.analytical_certificate import MAX_COTANGENTS, SAME
+from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.confirm import entry_at, located_failure
 from fastgrad.verdict.linearity import (
     NEGLIGIBLE,
@@ -80,6 +81,17 @@ class TangentCertificate:
         found = entry_at(self._problem, self._settings, row, locate(residual, tangent, value))
         return None if found.remeasured is None else located_failure([found])
 
+    def confirms_worst(self, numerical: Tensor) -> bool:
+        """Whether the entry that differs most from the numerical one is the same if its column is run separately."""
+        rows, columns = self._compression.rows, self._compression.columns
+        atol, rtol = tolerances(self._problem, self._settings, columns)
+        excess = (self.values - numerical).abs() / (atol + rtol * numerical.abs())
+        worst = int(excess.nan_to_num(torch.inf).argmax())
+        tangent = torch.zeros(self._problem.n, dtype=torch.float64, device=self._problem.device)
+        tangent[columns[worst]] = 1.0
+        alone = self._problem.jvp_coordinates(tangent)[rows[worst]]
+        return not differ(alone[None, None], self.values[worst][None, None], SAME * largest(alone[None]), False)
+
     def certificate(self) -> Certificate:
         """The certificate, after `certify` has returned True."""
         method = f"J u against the JVP of u, {self._tangents} random tangents, one of them half zero"
@@ -106,7 +118,7 @@ class TangentCertificate:
         """Two columns of each input; more if func contains custom code, whose jvp may be right only for sums."""
         inputs = [block for block in self._problem.inputs if block.size]
         columns = {block.first + k for block in inputs for k in one_hot_elements(block.size, self._settings.seed)}
-        if self._problem.is_custom:
+        if self._problem.runs_custom_jvp():
             n = self._problem.n
             columns.update(k * n // min(n, MAX_CALLS) for k in range(min(n, MAX_CALLS)))
         return sorted(columns)
@@ -117,7 +129,7 @@ class TangentCertificate:
         resolution, count = 0.0, 1
         while True:
             found = self._resolution(tangents)
-            if found is None:
+            if found is None or (count == 1 and not self._inputs_agree(tangents[:1])):
                 return False
             resolution = max(resolution, found)
             self._bound, self._tangents = detected_size(resolution, count, self._settings.confidence), count + 1
@@ -126,6 +138,18 @@ class TangentCertificate:
             stream = TANGENT_STREAM + 16 * count
             tangents = direction(self._problem.n, self._settings.seed, stream, device=self._problem.device)[None]
             count += 1
+
+    def _inputs_agree(self, tangent: Tensor) -> bool:
+        """Whether JVPs in which only one of several inputs has a nonzero tangent equal their sums."""
+        inputs = [block for block in self._problem.inputs if block.size]
+        if len(inputs) < 2:
+            return True
+        for block in inputs:
+            alone = torch.zeros_like(tangent)
+            alone[:, block.slice] = tangent[:, block.slice]
+            if self._resolution(alone) is None:
+                return False
+        return True
 
     def _resolution(self, tangents: Tensor) -> float | None:
         """The largest error of a JVP that rounding may explain; None if a JVP differs by more from its sum."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import fastgrad
 
@@ -98,7 +99,7 @@ def test_the_number_of_calls_does_not_grow() -> None:
     for n in (1000, 20_000):
         report = fastgrad.check(torch.sin, (leaf(n),), **FORWARD)
         counts.append((report.evaluations, report.jvps))
-    assert counts == [(20, 7)] * 2
+    assert counts == [(21, 8)] * 2
 
 
 @pytest.mark.parametrize("keywords", [BOTH, FORWARD])
@@ -229,3 +230,98 @@ def test_complex_tensors_use_the_dense_engine() -> None:
     assert report.passed
     assert report.plan is not None
     assert report.plan.engine == "dense"
+
+
+class SineAndCosine(torch.autograd.Function):
+    """sin(x) and cos(y), with a jvp that loses one element of the first if the tangent of y is zero."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), y.cos()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_forward(*inputs)
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return grads[0] * x.cos(), -grads[1] * y.sin()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        found = tangents[0] * x.cos()
+        if not tangents[1].any():
+            found[258] = 0
+        return found, -tangents[1] * y.sin()
+
+
+@pytest.mark.parametrize("keywords", [BOTH, FORWARD])
+def test_a_jvp_that_is_wrong_if_another_tangent_is_zero_fails(keywords: dict[str, bool]) -> None:
+    assert not fastgrad.check(SineAndCosine.apply, (leaf(400), leaf(1, 300)), **keywords).passed
+
+
+def wrong_for_few(tangent: Tensor, product: Tensor) -> Tensor:
+    if tangent.count_nonzero() < 5:
+        product[50:250] *= 2
+    return product
+
+
+def by_dual_tensors(x: Tensor) -> Tensor:
+    primal, tangent = forward_ad.unpack_dual(x)
+    if tangent is None:
+        return x.sin()
+    return forward_ad.make_dual(primal.sin(), wrong_for_few(tangent, tangent * primal.detach().cos()))
+
+
+def with_a_function_in_forward_mode_only(x: Tensor) -> Tensor:
+    if forward_ad.unpack_dual(x).tangent is None:
+        return x * x
+    found: Tensor = Square.apply(x, lambda x, tangent, _: wrong_for_few(tangent, right(x, tangent)))
+    return found
+
+
+@pytest.mark.parametrize("func", [by_dual_tensors, with_a_function_in_forward_mode_only])
+@pytest.mark.parametrize("keywords", [BOTH, FORWARD])
+def test_custom_code_that_runs_in_forward_mode_only_is_found(
+    func: Callable[[Tensor], Tensor], keywords: dict[str, bool]
+) -> None:
+    report = fastgrad.check(func, (leaf(1000),), **keywords)
+    assert report.failure is not None
+    assert report.failure.mode == "forward"
+
+
+JUMPS = {
+    "floor": torch.floor,
+    "step": lambda x: (x > 0).double() + x * 0,
+    "small step": lambda x: 1e-3 * (x >= 0) + 0 * x,
+    "two outputs": lambda x: (x.floor(), x.sin()),
+    "product": lambda x: x.floor() * x.roll(1),
+}
+
+
+@pytest.mark.parametrize("keywords", [{}, BOTH, FORWARD])
+@pytest.mark.parametrize("name", JUMPS)
+def test_a_jump_between_elements_that_cross_it_with_it_fails(name: str, keywords: dict[str, bool]) -> None:
+    x = leaf(1000).detach().abs() * 0.1 + 0.1
+    x[:4] = torch.tensor([0.0, 3e-7, 6e-7, 9e-7])
+    assert not fastgrad.check(JUMPS[name], (x.requires_grad_(),), **keywords).passed
+
+
+def test_a_jump_in_a_sum_of_elements_that_cross_it_fails() -> None:
+    x = (torch.arange(1800, dtype=torch.float64) * 1e-6).requires_grad_()
+    assert not fastgrad.check(lambda x: x.view(-1, 10).floor().sum(1), (x,)).passed
+
+
+def test_an_entry_that_is_wrong_only_in_a_sum_is_not_called_wrong() -> None:
+    def jvp(x: Tensor, tangent: Tensor, _: int) -> Tensor:
+        found = right(x, tangent)
+        if tangent.count_nonzero() > 1:
+            found[258] *= 1.5
+        return found
+
+    report = fastgrad.check(square(jvp), (leaf(400),), **FORWARD)
+    assert report.failure is not None
+    assert report.failure.kind == "nonlinear"
