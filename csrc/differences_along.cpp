@@ -11,6 +11,7 @@
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/maximum.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/sub.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/TensorOperators.h>
@@ -111,12 +112,14 @@ double step_above_rounding(double step, const at::Tensor& base, double ulp, doub
   return step * multiple;
 }
 
-// Like two_points, on the CPU. noise also covers the distance of `half`, the values at x + step u / 2, from the
-// parabola through the other three points, converted to a derivative. The reason may be curvature of higher order, a
-// kink, a jump or rounding. half becomes the curvature error of a one-sided derivative with this step, and
-// rounding_inside its estimated rounding error.
-void three_points(
-    const TwoPoints& at, const at::Tensor& half, const at::Tensor& rounding_inside, OneSidedError& error) {
+// Like two_points, on the CPU. If is_measured, `half` holds the values at x + step u / 2, and noise also covers their
+// distance from the parabola through the other three points, converted to a derivative. The reason may be curvature of
+// higher order, a kink, a jump or rounding inside func. Otherwise, only the rounding of the outputs counts. half
+// becomes the curvature error of a one-sided derivative with this step, and rounding_inside its estimated rounding
+// error.
+void first_direction(
+    const TwoPoints& at, const at::Tensor& half, bool is_measured, const at::Tensor& rounding_inside,
+    OneSidedError& error) {
   const int64_t count = at.derivative.numel();
   const double* const y = at.base.const_data_ptr<double>();
   const double* const p = at.plus.const_data_ptr<double>();
@@ -129,7 +132,7 @@ void three_points(
   for (int64_t i = 0; i < count; ++i) {
     const double second = p[i] + m[i] - 2 * y[i];
     const double rounding = std::fabs(y[i]) * at.ulp / at.step;
-    const double off = std::fabs(h[i] - y[i] - (p[i] - m[i]) / 4 - second / 8) * of_cubic;
+    const double off = is_measured ? std::fabs(h[i] - y[i] - (p[i] - m[i]) / 4 - second / 8) * of_cubic : 0.0;
     // A deviation of a few units of rounding shows no cubic term: only the rounding of a difference counts then.
     noise[i] = louder(off <= 4 * rounding ? rounding : off, noise[i]);
     h[i] = std::fabs(second) / (2 * at.step);
@@ -277,8 +280,8 @@ std::optional<Changed> Evaluator::values_on_cpu(
 }
 
 std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
-    const RandomDirections& along, const at::Tensor& base, double curve, double budget,
-    const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps) {
+    const RandomDirections& along, const at::Tensor& base, double curve, double budget, bool measure_noise,
+    const std::optional<Derivatives>& known, const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps) {
   const auto count = static_cast<int64_t>(along.streams.size());
   const int64_t m = total(outputs);
   check_contiguous_float64("screening_derivatives", "base", base);
@@ -296,15 +299,20 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
   for (const OutputSpec& output : outputs) {
     all_double = all_double && is_double(output.like);
   }
+  TORCH_CHECK(
+      !known || (known->first_values.defined() && known->first_values.size(1) == m &&
+                 known->directions.size(0) == count && known->directions.size(1) == size_),
+      "screening_derivatives: known must be derivatives without measured noise along ", count, " directions of ", size_,
+      " coordinates, for ", m, " coordinates of the outputs");
   const auto vector = [&](int64_t size) { return at::empty({size}, base.options()); };
   const at::Tensor displacement = vector(size_);
   const std::vector<at::Tensor> memory{vector(m), vector(m), vector(m)};
   const at::Tensor rounding = vector(m);
-  Derivatives into{
-      at::empty({count, size_}, base.options()),
-      at::empty({count, m}, base.options()),
-      at::zeros({m}, base.options()),
-      {}};
+  Derivatives into;
+  into.directions = at::empty({count, size_}, base.options());
+  into.derivatives = at::empty({count, m}, base.options());
+  into.noise = at::zeros({m}, base.options());
+  into.measures_noise = measure_noise || known;
   const auto by_output = [&](const auto& visit) {
     int64_t offset = 0;
     for (size_t o = 0; o < outputs.size(); ++o) {
@@ -315,7 +323,32 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
   };
   const double widest = step_above_rounding(along.step, base, *std::max_element(ulps.begin(), ulps.end()), budget);
   OneSidedError error;
-  std::optional<double> step_fraction;  // of `widest`, once one-sided derivatives are taken
+  std::optional<double>& step_fraction = into.step_fraction;
+  const auto evaluate = [&](const std::vector<double>& scales, std::ptrdiff_t first) {
+    const auto at = memory.begin() + first;
+    auto changed = values_on_cpu(displacement, scales, {at, at + static_cast<std::ptrdiff_t>(scales.size())}, outputs);
+    check_storage("screening_derivatives", "base", base);  // func has run
+    return changed;
+  };
+  const auto points = [&](const auto& own, int64_t k, double step, double ulp) {
+    return TwoPoints{own(into.derivatives.select(0, k)),
+                     own(into.noise),
+                     own(base),
+                     own(memory[0]),
+                     own(memory[1]),
+                     step,
+                     ulp,
+                     curve};
+  };
+  // The derivative along the first direction, and whether one-sided derivatives suffice along the others.
+  const auto estimate = [&](bool is_measured) {
+    into.noise.zero_();
+    error = {};
+    by_output([&](const auto& own, double ulp) {
+      first_direction(points(own, 0, widest, ulp), own(memory[2]), is_measured, own(rounding), error);
+    });
+    step_fraction = all_double ? error.share(budget) : std::nullopt;
+  };
   for (int64_t k = 0; k < count; ++k) {
     const double fraction = step_fraction.value_or(1.0);
     const double step = widest * fraction;
@@ -325,26 +358,52 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
       realize_one_sided(direction, displacement);
       direction.mul_(1 / step);
     }
-    const std::vector<double> scales =
-        step_fraction ? std::vector{1.0} : (k == 0 ? std::vector{1.0, -1.0, 0.5} : std::vector{1.0, -1.0});
-    const std::vector<at::Tensor> values(memory.begin(), memory.begin() + static_cast<std::ptrdiff_t>(scales.size()));
-    if (auto changed = values_on_cpu(displacement, scales, values, outputs)) {
-      return *std::move(changed);
-    }
-    check_storage("screening_derivatives", "base", base);  // func has run
-    const BelowAutograd guard;
-    const at::Tensor derivative = into.derivatives.select(0, k);
-    if (step_fraction) {
-      derivative.copy_(values[0]).sub_(base).mul_(1 / step);
+    if (known && k > 0 && known->step_fraction == step_fraction) {
+      const BelowAutograd guard;
+      direction.copy_(known->directions.select(0, k));
+      into.derivatives.select(0, k).copy_(known->derivatives.select(0, k));
+      into.noise.copy_(at::maximum(into.noise, known->noise));
       continue;
     }
-    by_output([&](const auto& own, double ulp) {
-      const TwoPoints points{
-          own(derivative), own(into.noise), own(base), own(values[0]), own(values[1]), step, ulp, curve};
-      k == 0 ? three_points(points, own(values[2]), own(rounding), error) : two_points(points);
-    });
-    if (k == 0 && all_double && (step_fraction = error.share(budget))) {
-      into.noise.add_(values[2], *step_fraction).add_(rounding, 1 / *step_fraction);
+    if (known && k == 0) {
+      const BelowAutograd guard;
+      memory[0].copy_(known->first_values.select(0, 0));
+      memory[1].copy_(known->first_values.select(0, 1));
+    } else if (auto changed = evaluate(step_fraction ? std::vector{1.0} : std::vector{1.0, -1.0}, 0)) {
+      return *std::move(changed);
+    }
+    if (step_fraction) {
+      const BelowAutograd guard;
+      into.derivatives.select(0, k).copy_(memory[0]).sub_(base).mul_(1 / step);
+    } else if (k > 0) {
+      const BelowAutograd guard;
+      by_output([&](const auto& own, double ulp) { two_points(points(own, k, step, ulp)); });
+    } else {
+      if (!into.measures_noise) {
+        const BelowAutograd guard;
+        into.first_values = at::stack({memory[0], memory[1]});
+        estimate(false);
+        // For smooth functions, the error of a central difference is about curvature^2 / derivative.
+        const auto norm = [](const at::Tensor& vector) { return at::linalg_vector_norm(vector).item<double>(); };
+        into.measures_noise =
+            !(norm(into.noise) <= budget) || !(error.curvature <= budget * norm(into.derivatives.select(0, 0)));
+        if (into.measures_noise) {
+          memory[0].copy_(into.first_values.select(0, 0));  // two_points may have overwritten them
+          memory[1].copy_(into.first_values.select(0, 1));
+          into.first_values.reset();
+        }
+      }
+      if (into.measures_noise) {
+        if (auto changed = evaluate({0.5}, 2)) {
+          return *std::move(changed);
+        }
+        const BelowAutograd guard;
+        estimate(true);
+      }
+      if (step_fraction) {
+        const BelowAutograd guard;
+        into.noise.add_(memory[2], *step_fraction).add_(rounding, 1 / *step_fraction);
+      }
     }
   }
   into.sizes = sizes_of(into.noise, into.derivatives);

@@ -33,6 +33,14 @@ struct Derivatives {
   // Only from screening_derivatives: the 2-norm, over outputs, of the curvature error of a one-sided derivative along
   // the first direction, and the step of this direction.
   double curvature = 0.0, step = 0.0;
+  // Only from screening_derivatives: the ratio of the steps along the other directions to `step`, if one-sided
+  // derivatives suffice there.
+  std::optional<double> step_fraction;
+  // Only from screening_derivatives: whether noise includes rounding inside func, which a third evaluation along the
+  // first direction shows, and not only the rounding of the outputs. If not, first_values are those of the first two
+  // evaluations: shape (2, coordinates of all outputs).
+  bool measures_noise = true;
+  at::Tensor first_values;
 };
 
 // If an output differs from its OutputSpec: the number of the evaluation, the index of the output, and what func
@@ -84,15 +92,17 @@ class Evaluator {
       const RandomDirections& along, const at::Tensor& base, double curve, const std::optional<at::Tensor>& fixed,
       const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
 
-  // The same from the fewest evaluations, for a check that passes. Along the first direction, there are three
-  // evaluations, at x + h u, x - h u and x + h u / 2, which measure noise and curvature. Along each other direction,
-  // there is one evaluation at x + h' u if noise and curvature show that a one-sided derivative with the best h' is
-  // precise enough; otherwise there are two, at x + h u and x - h u. budget: the largest 2-norm of the noise of
-  // one-sided derivatives; h is a multiple of the step if rounding would exceed the budget. All inputs and outputs are
-  // on one device; `base` and the results are on the CPU. along.points is not used.
+  // The same from the fewest evaluations, for a check that passes. Along the first direction, there are evaluations at
+  // x + h u and x - h u, which show curvature, and at x + h u / 2, which measures noise, if measure_noise or if the
+  // first two show noise above the budget. Along each other direction, there is one evaluation at x + h' u if noise and
+  // curvature show that a one-sided derivative with the best h' is precise enough; otherwise there are two, at x + h u
+  // and x - h u. budget: the largest 2-norm of the noise of one-sided derivatives; h is a multiple of the step if
+  // rounding would exceed the budget. known: derivatives from the same arguments without measured noise, to measure it;
+  // only evaluations that are not known are made. All inputs and outputs are on one device; `base` and the results are
+  // on the CPU. along.points is not used.
   std::variant<Derivatives, Changed> screening_derivatives(
-      const RandomDirections& along, const at::Tensor& base, double curve, double budget,
-      const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
+      const RandomDirections& along, const at::Tensor& base, double curve, double budget, bool measure_noise,
+      const std::optional<Derivatives>& known, const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);
 
   // Numerical columns first, first + 1, ...: row j of `columns` (float64, shape (count, m), m the
   // coordinates of all outputs end to end) becomes the central difference at coordinate first + j,

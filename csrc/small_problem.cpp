@@ -399,7 +399,7 @@ std::tuple<at::Tensor, GradientsMatch> SmallProblem::vjps(
   return {on_cpu(gradients), std::move(match)};
 }
 
-std::optional<bool> SmallProblem::are_zeros_zero(bool undefined) const {
+std::optional<bool> SmallProblem::are_zeros_zero(bool zeros, bool undefined) const {
   const std::vector<at::Tensor>& inputs = graph().inputs();
   bool all_zero = true;
   bool all_known = true;
@@ -413,7 +413,9 @@ std::optional<bool> SmallProblem::are_zeros_zero(bool undefined) const {
     }
   };
   GraphRunner& runner = graph().all();
-  look_at(runner.vjp_of_zeros());
+  if (zeros) {
+    look_at(runner.vjp_of_zeros());
+  }
   if (undefined) {
     look_at(runner.vjp_of_undefined(std::nullopt));
     const auto count = static_cast<int64_t>(specs_.size());
@@ -425,8 +427,9 @@ std::optional<bool> SmallProblem::are_zeros_zero(bool undefined) const {
 }
 
 std::variant<Derivatives, Changed> SmallProblem::screening_derivatives(
-    const RandomDirections& along, double curve, double budget) const {
-  return evaluator_->screening_derivatives(along, base(), curve, budget, specs_, ulps());
+    const RandomDirections& along, double curve, double budget, bool measure_noise,
+    const std::optional<Derivatives>& known) const {
+  return evaluator_->screening_derivatives(along, base(), curve, budget, measure_noise, known, specs_, ulps());
 }
 
 at::Tensor SmallProblem::base() const { return base_.defined() ? base_ : on_cpu(flattened(graph().outputs())); }

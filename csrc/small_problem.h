@@ -96,13 +96,14 @@ class SmallProblem {
   std::tuple<at::Tensor, GradientsMatch> vjps(
       const at::Tensor& cotangents, const std::vector<int64_t>& layouts, const std::vector<int64_t>& only) const;
 
-  // Whether zero grad_outputs and, if `undefined`, undefined grad_outputs of all outputs and of each one give zeros
-  // like the inputs. One VJP each. Nothing if a gradient that is not plain may differ from zero.
-  std::optional<bool> are_zeros_zero(bool undefined) const;
+  // Whether zero grad_outputs, if `zeros`, and undefined grad_outputs of all outputs and of each one, if `undefined`,
+  // give zeros like the inputs. One VJP each. Nothing if a gradient that is not plain may differ from zero.
+  std::optional<bool> are_zeros_zero(bool zeros, bool undefined) const;
 
   // As in Evaluator, with the values of the first evaluation.
   std::variant<Derivatives, Changed> screening_derivatives(
-      const RandomDirections& along, double curve, double budget) const;
+      const RandomDirections& along, double curve, double budget, bool measure_noise,
+      const std::optional<Derivatives>& known) const;
 
   // Tangents of the outputs, as of Evaluator::jvps, at a level of forward-mode AD: what func returned instead, or
   // nothing; the tangents, float64, shape (count, m); and whether they are complex exactly where the outputs are.

@@ -159,7 +159,7 @@ def changing_steps_repeat(check: SmallCheck, last_agrees: bool) -> bool:
 def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivatives]]) -> bool:
     """Whether the differences of some steps are the same when they are repeated; notes if they are not."""
     for step, budget, before in steps:
-        again = _differences(check, step, budget)
+        again = _differences(check, step, budget, before.measures_noise)
         rounding = rounding_of_differences(check, step)
         # None: func now raises or returns something else.
         if again is None or any(
@@ -174,18 +174,25 @@ def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivati
 def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor, float]]:
     """Yields directional derivatives at eps, then at one other step, with the result of `_weight` for them.
 
-    A step at which the noise is too large is not yielded, but kept in `check.steps` like the others.
+    At eps, they are yielded first without measuring rounding inside func, if two evaluations show no noise, then with
+    it. A step at which the noise is too large is not yielded, but kept in `check.steps` like the others.
     """
     settings = check.settings
-    step, budget = 1.0, settings.atol / (2 * NOISE_SHARE)
-    for _ in range(MAX_STEPS):
-        differences = _differences(check, step, budget)
+    step, budget, count, known = 1.0, settings.atol / (2 * NOISE_SHARE), 0, None
+    while count < MAX_STEPS:
+        differences = _differences(check, step, budget, measure_noise=count > 0, known=known)
         if differences is None:
             return
+        if known is not None and torch.equal(known.derivatives, differences.derivatives):
+            check.steps.pop()
         check.steps.append((step, budget, differences))
+        known = None if differences.measures_noise else differences
+        count += differences.measures_noise
         weighed = _weight(check, differences, 1.0)
         if weighed is not None:
             yield differences, *weighed
+            if known is not None:
+                continue
         elif _weight(check, differences, SMALLER_STEP**2) is None:
             # Noise from curvature or rounding alone would be small enough at the other step. So the reason may be a
             # kink, or a func that returns other values for the same inputs.
@@ -221,7 +228,7 @@ def _noise_varies(check: SmallCheck, step: float, budget: float, differences: De
         check.settings,
         rounding_of_differences(check, step),
         differences,
-        partial(_differences, check, step, budget),
+        partial(_differences, check, step, budget, differences.measures_noise),
         is_quiet=lambda again: _weight(check, again, 1.0) is not None,
         values_move=partial(_values_vary, check),
     )
@@ -243,16 +250,19 @@ def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
 
 
 @phase("directional differences")
-def _differences(check: SmallCheck, step: float, budget: float, count: int | None = None) -> Derivatives | None:
+def _differences(
+    check: SmallCheck, step: float, budget: float, measure_noise: bool, known: Derivatives | None = None
+) -> Derivatives | None:
     """Derivatives along directions, with few evaluations; None if func raises for the steps or returns something else.
 
     step: relative to eps. budget: the largest 2-norm of noise with which one-sided differences are taken; 0: only
-    central differences. count: number of directions; None: that of a sketch.
+    central differences. measure_noise: whether to measure rounding inside func even if two evaluations show none.
+    known: derivatives at this step without measured noise, to measure it.
     """
     settings = check.settings
-    streams = [SKETCH_DIRECTIONS + 16 * k for k in range(count or sketch_size(settings.confidence))]
+    streams = [SKETCH_DIRECTIONS + 16 * k for k in range(sketch_size(settings.confidence))]
     along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step))
-    evaluate = partial(check.problem.screening_derivatives, along, KINK, budget)
+    evaluate = partial(check.problem.screening_derivatives, along, KINK, budget, measure_noise, known)
     try:
         found = evaluate()
     except Exception as error:
@@ -397,10 +407,19 @@ def _same_as_early(check: SmallCheck, plain: ScreeningGradOutputs, again: Tensor
     return False
 
 
+def sum_threshold(settings: Settings, differences: Derivatives) -> float:
+    """The largest difference between sums that agree.
+
+    An error of size atol contributes at least atol / 4. If noise was not measured, it must be smaller than the rest.
+    """
+    return settings.atol / (4 if differences.measures_noise else 8)
+
+
 def _agree(settings: Settings, differences: Derivatives, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
     norm = differences.sizes[0] if differences.sizes else math.inf
+    threshold = sum_threshold(settings, differences)
     residuals = largest_residuals(made.vectors, differences.derivatives, gradients, differences.directions)
-    allowed = [share * settings.atol / 4 for share in made.shares]
+    allowed = [share * threshold for share in made.shares]
     allowed[made.expanded] += 8 * CONSTANT * norm  # an expanded grad_output has no weights
     for row, coordinate in made.one_hot.items():
         allowed[row] += 4 * float(differences.noise[coordinate])
@@ -408,10 +427,14 @@ def _agree(settings: Settings, differences: Derivatives, made: ScreeningGradOutp
 
 
 def _zeros_are_zero(check: SmallCheck) -> bool:
-    """Whether zero and undefined grad_outputs give zeros. These run last, because they detect the fewest errors."""
-    outputs = len(check.problem.outputs)
-    check.vjps += 1 + ((1 + (outputs if outputs > 1 else 0)) if check.settings.check_undefined_grad else 0)
-    are_zero = check.problem.are_zeros_zero(check.settings.check_undefined_grad)
+    """Whether zero and undefined grad_outputs give zeros. These run last, because they detect the fewest errors.
+
+    Without custom code, the mostly zero cotangent shows whether zeros give zeros, unless it has only one element.
+    """
+    problem, undefined = check.problem, check.settings.check_undefined_grad
+    zeros, outputs = problem.is_custom or problem.m == 1, len(problem.outputs)
+    check.vjps += zeros + ((1 + (outputs if outputs > 1 else 0)) if undefined else 0)
+    are_zero = problem.are_zeros_zero(zeros, undefined)
     check.vjp_varies = check.vjp_varies or are_zero is False
     return bool(are_zero)
 

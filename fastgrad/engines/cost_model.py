@@ -30,7 +30,7 @@ class CostModel:
         Seconds that a sketch takes in addition to its calls, and the evaluations that take as long as its calls.
     small_sketch_seconds, small_sketch_calls
         The same for a small check of plain functions. The calls that the dense engine makes in addition to rows and
-        columns are subtracted: a small sketch makes about 7 evaluations and 9 VJPs, the dense engine 2 and 6.
+        columns are subtracted: a small sketch makes about 6 evaluations and 7 VJPs, the dense engine 2 and 6.
     small_pattern_seconds, small_pattern_calls
         The same for a small check that computes the entries of a pattern; calls for column groups and rows are added.
         The seconds are twice those of such a check, because some guesses are refuted.
@@ -78,7 +78,7 @@ class CostModel:
     sketch_seconds: float = 0.18e-3
     sketch_calls: int = 24
     small_sketch_seconds: float = 0.05e-3
-    small_sketch_calls: int = 9
+    small_sketch_calls: int = 6
     small_pattern_seconds: float = 0.6e-3
     small_pattern_calls: int = 14
     guess_seconds: float = 1.5e-3

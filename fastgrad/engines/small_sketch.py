@@ -38,8 +38,9 @@ class ScreeningGradOutputs:
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
     zero, or are expanded. If there are several outputs, one cotangent is also run for each output separately. For
-    custom code, there are also one-hot grad_outputs. Without custom code, the mostly zero cotangent is nonzero at the
-    last element of each output, where kernels may take another path.
+    custom code, there are also one-hot grad_outputs. Without custom code, no cotangent is half zero, because the mostly
+    zero one shows how kernels treat zeros; it is nonzero at the last element of each output, where kernels may take
+    another path.
 
     Attributes
     ----------
@@ -89,6 +90,8 @@ def weighted_grad_outputs(
 ) -> ScreeningGradOutputs:
     """The same with a weight per output coordinate, shape (m,); one-hot rows and the expanded row are not weighted."""
     random = list(cotangents(seed, weight, count, 0))
+    if not is_custom:
+        del random[count]  # the half zero one
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
     expanded, repeated = len(rows) - 1, rows[REPEATED][0]
     one_hot: dict[int, int] = {}

@@ -250,7 +250,7 @@ class Scene:
             "SmallProblem.errors": (small.errors, (small.whole_backward(*whole), f64(5, 5), 1e-5, 1e-3, True)),
             "SmallProblem.vjps": (small.vjps, (f64(2, 5), [1, 2], [-1, 1])),
             "SmallProblem.first_other_vjp": (small.first_other_vjp, (f64(2, 5), [-1, 1], [1, 0], f64(2, 5))),
-            "SmallProblem.are_zeros_zero": (small.are_zeros_zero, (True,)),
+            "SmallProblem.are_zeros_zero": (small.are_zeros_zero, (True, True)),
             "WholeBackward.to": (small.whole_backward(*whole).to, (torch.device("cpu"),)),
             "SmallProblem.screening_derivatives": (self.small_screening, self.along_arguments(2)[:1]),
             "SmallProblem.negates_unrecorded": (small.negates_unrecorded, (1, 1e-14)),
@@ -268,7 +268,10 @@ class Scene:
             "restore": (e.restore, ()),
             "values_along": (e.values_along, (v, [1.0, -1.0], [f64(5), f64(5)], specs, False)),
             "differences_along": (self.differences_along, self.along_arguments(2)),
-            "screening_derivatives": (self.screening, (self.along_arguments(2)[0], v, 1.0, 0.1, specs, [1e-16, 1e-16])),
+            "screening_derivatives": (
+                self.screening,
+                (self.along_arguments(2)[0], v, 1.0, 0.1, True, None, specs, [1e-16, 1e-16]),
+            ),
             "differences_along, four points": (self.differences_along, self.along_arguments(4)),
             "difference_columns": (e.difference_columns, (0, f64(5, 5), specs, 1e-6, False)),
             "difference_groups": (e.difference_groups, (groups, v, 5, specs, 1e-6, False)),
@@ -353,7 +356,7 @@ class Scene:
         self.evaluator.screening_derivatives(native.RandomDirections(*along), *given)
 
     def small_screening(self, along: Any) -> None:
-        self.small.screening_derivatives(native.RandomDirections(*along), 1.0, 0.1)
+        self.small.screening_derivatives(native.RandomDirections(*along), 1.0, 0.1, False, None)
 
     def small_released(self, *given: Any) -> None:
         self.small.release()
@@ -362,7 +365,7 @@ class Scene:
     def small_used(self, *given: Any) -> None:
         small = native.SmallProblem.trace(self.func, *given)
         if small is not None and small.is_plain:
-            small.are_zeros_zero(True)
+            small.are_zeros_zero(True, True)
             small.difference_columns(1e-6)
             small.negates_unrecorded(1, 1e-14)
 
