@@ -89,8 +89,6 @@ class Refinement:
     ----------
     values, errors
         The derivatives and their estimated errors: float64, shape (entries,).
-    converged
-        Whether func does not jump at x, and the error is within the tolerance: bool, shape (entries,).
     left, right
         One-sided derivatives with the step eps: float64, shape (entries,).
     at_eps
@@ -116,7 +114,6 @@ class Refinement:
 
     values: Tensor
     errors: Tensor
-    converged: Tensor
     left: Tensor
     right: Tensor
     at_eps: Tensor
@@ -174,6 +171,11 @@ class Measured:
     widths: Tensor
     changes: Tensor
     bends: Tensor
+
+    @property
+    def slopes(self) -> Tensor:
+        """The plain differences, zero where no step was taken: float64, shape (steps, entries)."""
+        return torch.where(self.widths != 0, self.changes / self.widths, 0.0)
 
 
 def measured(
@@ -288,16 +290,36 @@ def _pairs(
         yield from zip(*(values[sign::2, outputs].unbind() for sign in (0, 1)), strict=True)
 
 
-def settled(found: Sequence[Measured], own: Tolerances) -> Refinement:
-    """The derivatives from several measurements, concatenated. All inputs must have the same step size.
+def settled(parts: Sequence[Sequence[Measured]], own: Tolerances, width: int = 1) -> list[Refinement]:
+    """The derivatives from measurements: one `Refinement` per coordinate of an input element.
 
     An estimate from some steps counts only if all smaller steps agree with it up to func's own noise. Otherwise, large
     steps would make a function that rounds look like the identity.
+
+    Parameters
+    ----------
+    parts
+        For each coordinate of the input elements, the measurements of several groups, which are concatenated. All
+        inputs must have the same step size.
+    width
+        Number of consecutive output coordinates that make one entry. Either this or the number of parts is 1.
     """
-    one = _joined(found)
-    eps, slopes = one.eps, torch.where(one.widths != 0, one.changes / one.widths, 0.0)
-    values, errors = extrapolate(slopes, one.widths, one.rounding, own, one.ratio)
-    doubtful = _is_rounded(one, slopes, values, errors, own) | _is_staircase(one, values, own)
+    joined = [_joined(found) for found in parts]
+    estimates = [extrapolate(one.slopes, one.widths, one.rounding, one.ratio) for one in joined]
+    values = torch.stack([value.nan_to_num() for value, _ in estimates]).reshape(len(parts), -1, width)
+    # The tolerance of a complex entry depends on its modulus. Therefore, each part needs the size of the other part.
+    others = values.flip(0, 2) if len(parts) * width == 2 else torch.zeros_like(values)
+    return [
+        _settled(one, *estimate, own, other.reshape(-1))
+        for one, estimate, other in zip(joined, estimates, others, strict=True)
+    ]
+
+
+def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, other: Tensor) -> Refinement:
+    """The derivatives of one part of the entries; other: those of the other part, or zeros: shape (entries,)."""
+    eps, slopes = one.eps, one.slopes
+    allowed = own.allowed(torch.hypot(values.nan_to_num(), other))
+    doubtful = _is_rounded(one, values, errors, allowed) | _is_staircase(one, values, allowed)
     some = doubtful.nonzero().reshape(-1)
     if some.numel():
         # Rounding of func: how far smaller steps deviate from its slope at eps, if the deviation is small.
@@ -307,17 +329,14 @@ def settled(found: Sequence[Measured], own: Tolerances) -> Refinement:
         little = noise <= ROUNDED * 2 * eps * slope.abs()
         some, noise = some[little], noise[little]
         noise = torch.maximum(noise, one.rounding[some])
-        better = extrapolate(slopes[:, some], one.widths[:, some], noise, own, one.ratio)
-        sure = better[1] <= own.allowed(better[0])
+        better = extrapolate(slopes[:, some], one.widths[:, some], noise, one.ratio)
+        sure = better[1] <= own.allowed(torch.hypot(better[0], other[some]))
         some = some[sure]
         values[some], errors[some] = (result[sure] for result in better)
         doubtful[some] = False
-    jumps = _jumps(one, own)
-    # Not "errors > allowed", because a NaN has not converged. If func jumps, it has no derivative.
-    converged = (errors <= own.allowed(values)) & (jumps == 0)
     sides, moves = (one.left, one.right, one.at_eps), (ROUNDING * one.rounding / eps, one.drift / (2 * eps))
     measurements = one.steps.t(), one.changes.t(), one.widths.t()
-    return Refinement(values, errors, converged, *sides, *moves, doubtful, _is_curved(one), jumps, *measurements)
+    return Refinement(values, errors, *sides, *moves, doubtful, _is_curved(one), _jumps(one, own, other), *measurements)
 
 
 def _joined(found: Sequence[Measured]) -> Measured:
@@ -332,22 +351,21 @@ def _joined(found: Sequence[Measured]) -> Measured:
     return replace(found[0], **joined)  # type: ignore[arg-type]
 
 
-def _is_rounded(one: Measured, slopes: Tensor, values: Tensor, errors: Tensor, own: Tolerances) -> Tensor:
+def _is_rounded(one: Measured, values: Tensor, errors: Tensor, allowed: Tensor) -> Tensor:
     """Whether func is straight around x at eps and larger steps, with a slope other than `values`: shape (entries,)."""
     wider = (one.steps >= RATIO * one.eps) & (one.steps <= WIDER * one.eps)
     # Next to a kink, the one-sided slopes differ. If func is curved, these or the slopes of wider steps differ.
     middle = (one.left + one.right) / 2
     distance = (middle - values).abs().nan_to_num(torch.inf)  # a NaN is no estimate and excuses no gradient
-    bent = torch.where(wider, (slopes - middle).abs(), (one.left - one.right).abs())
+    bent = torch.where(wider, (one.slopes - middle).abs(), (one.left - one.right).abs())
     straight = (bent <= STRAIGHT * torch.minimum(distance, middle.abs())).all(0)
     # If rounding of the outputs explains the distance at all wider steps, the slopes may be equal by chance.
     straight &= (wider & (distance * one.widths > one.rounding)).any(0)
-    allowed = own.allowed(values.nan_to_num())
     is_precise = errors <= SHARE_THAT_MATTERS * distance
     return straight & (distance > torch.where(is_precise, SHARE_THAT_MATTERS * allowed, allowed))
 
 
-def _is_staircase(one: Measured, values: Tensor, own: Tolerances) -> Tensor:
+def _is_staircase(one: Measured, values: Tensor, allowed: Tensor) -> Tensor:
     """Whether func is a staircase along a straight line, as in lower precision, and `values` are slopes of a stair.
 
     Returns a bool tensor of shape (entries,). Next to x, func has the slope `values`. The rest of its changes at larger
@@ -365,7 +383,7 @@ def _is_staircase(one: Measured, values: Tensor, own: Tolerances) -> Tensor:
     widest = used.to(torch.int8).argmax(0, keepdim=True)
     rise, width, bend, change = (some.gather(0, widest)[0] for some in (rest, widths, one.bends, one.changes))
     off = torch.where(used, rest - rise / width * widths, 0.0).abs().amax(0)
-    matters = (rise / width).abs() > SHARE_THAT_MATTERS * own.allowed(values)
+    matters = (rise / width).abs() > SHARE_THAT_MATTERS * allowed
     flat = ~(is_stair & (steps <= ROUNDED / 4 * eps)).any(0)
     straight = (off <= 2 * height) & (rise.abs() >= MIN_STAIRS * height) & (bend.abs() <= rise.abs() / 4)
     return matters & flat & straight & (change.abs() >= rise.abs() / 2)
@@ -385,8 +403,8 @@ def _is_curved(one: Measured) -> Tensor:
     return small.any(0) & (smaller <= at_eps / 2)
 
 
-def _jumps(one: Measured, own: Tolerances) -> Tensor:
-    """The jump of func at x, or zero: float64, shape (entries,).
+def _jumps(one: Measured, own: Tolerances, other: Tensor) -> Tensor:
+    """The jump of func at x, or zero: float64, shape (entries,); other: as in `_settled`.
 
     It is the constant of a line fitted to func's changes as a function of the width, for steps of up to WIDER * eps.
     """
@@ -399,7 +417,7 @@ def _jumps(one: Measured, own: Tolerances) -> Tensor:
     jump = rest.sum(0) / count
     off = torch.where(used, rest - jump, 0.0).abs().amax(0) if len(one.steps) else jump
     seen = (used & (one.steps <= one.eps)).sum(0) >= MIN_JUMP_STEPS
-    seen &= (off <= JUMP_RESIDUAL * jump.abs()) & (jump.abs() > 2 * one.eps * own.allowed(slope))
+    seen &= (off <= JUMP_RESIDUAL * jump.abs()) & (jump.abs() > 2 * one.eps * own.allowed(torch.hypot(slope, other)))
     return torch.where(seen, jump, 0.0)
 
 
@@ -456,7 +474,6 @@ def extrapolate(
     slopes: Tensor,
     widths: Tensor,
     rounding: Tensor,
-    own: Tolerances,
     ratio: float = RATIO,
     most_noise: float = math.inf,
 ) -> tuple[Tensor, Tensor]:
@@ -481,7 +498,7 @@ def extrapolate(
     for first in range(0, rounding.numel(), TOGETHER):
         some = slice(first, first + TOGETHER)
         with np.errstate(all="ignore"):
-            found.append(_extrapolated(slope[:, some], width[:, some], noise[some], own, ratio, most_noise))
+            found.append(_extrapolated(slope[:, some], width[:, some], noise[some], ratio, most_noise))
     values, errors = (torch.from_numpy(np.concatenate(part)).to(rounding.device) for part in zip(*found, strict=True))
     return values, errors
 
@@ -496,7 +513,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _extrapolated(
-    slopes: Array, widths: Array, rounding: Array, own: Tolerances, ratio: float, most_noise: float
+    slopes: Array, widths: Array, rounding: Array, ratio: float, most_noise: float
 ) -> tuple[Array, Array]:
     values = np.full_like(rounding, np.nan)
     errors_of_values = np.full_like(rounding, np.inf)
@@ -520,8 +537,7 @@ def _extrapolated(
     scatter = scatter if math.isinf(most_noise) else np.minimum(scatter, most_noise * rounding)
     noise = np.maximum(rounding, scatter)
     errors = differences + (noise / widths)[:, None]
-    score = errors / (own.atol + own.rtol * np.abs(estimates))
-    score = np.where(taken[:, None] & np.isfinite(score), score, np.inf).reshape(-1, rounding.size)
+    score = np.where(taken[:, None] & np.isfinite(errors), errors, np.inf).reshape(-1, rounding.size)
     # The best estimate that all smaller steps agree with; usually the best of all.
     open_, place = np.arange(rounding.size), np.arange(len(widths))[:, None]
     while open_.size:

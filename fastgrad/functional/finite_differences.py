@@ -120,8 +120,8 @@ def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool
     At a kink, the error is at least half of the difference between the one-sided derivatives.
     """
     settings, eps = Settings(), _step(problem)
-    # Without rtol, the smallest absolute error is the best.
-    found = settled([measured(problem, columns, rows, record_graph, eps)], Tolerances(atol=settings.atol, rtol=0.0))
+    own = Tolerances(atol=settings.atol, rtol=0.0)
+    (found,) = settled([[measured(problem, columns, rows, record_graph, eps)]], own)
     mean, gap = (found.left + found.right) / 2, (found.left - found.right).abs()
     is_undecided = found.values.isnan()
     values = torch.where(is_undecided, mean, found.values)
@@ -260,7 +260,6 @@ def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tenso
         slopes,
         widths.unsqueeze(1).expand_as(slopes),
         4 * rounding.expand(slopes.shape[1]),
-        Tolerances(atol=1.0, rtol=0.0),
         most_noise=MAX_NOISE,
     )
     return torch.where(values.isnan(), slopes[len(slopes) // 2], values), errors

@@ -199,12 +199,12 @@ def _refined(
 
     quickly: as in `measured`.
     """
-    columns = []
-    for part in range(groups[0].inputs.shape[1]):
-        found = [
+    width = groups[0].outputs.shape[1]
+    parts = [
+        [
             measured(
                 problem,
-                group.inputs[:, part].repeat_interleave(group.outputs.shape[1]),
+                group.inputs[:, part].repeat_interleave(width),
                 group.outputs.reshape(-1),
                 record_graph,
                 eps,
@@ -212,17 +212,22 @@ def _refined(
             )
             for group in groups
         ]
-        columns.append(settled(found, groups[0].tolerances))
-    return columns
+        for part in range(groups[0].inputs.shape[1])
+    ]
+    return settled(parts, groups[0].tolerances, width)
 
 
 def _values_and_errors(suspects: Suspects, columns: list[Refinement]) -> tuple[Tensor, Tensor, Tensor]:
-    """The entries and their errors, complex128, and whether they converged: shape (entries,)."""
-    shape = suspects.outputs.shape
-    values, errors = (
-        _entries([getattr(column, name).reshape(shape) for column in columns]) for name in ("values", "errors")
+    """The entries and their errors, complex128, and whether they converged: shape (entries,).
+
+    An entry has converged if its error is within the tolerance and func does not jump at x.
+    """
+    values, errors, jumps = (
+        _entries([getattr(column, name).reshape(suspects.outputs.shape) for column in columns])
+        for name in ("values", "errors", "jumps")
     )
-    return values, errors, torch.stack([column.converged.reshape(shape).all(1) for column in columns]).all(0)
+    # Not "errors > allowed", because a NaN has not converged.
+    return values, errors, (errors.abs() <= suspects.tolerances.allowed(values)) & (jumps == 0)
 
 
 def _clearly_wrong(suspects: Suspects, columns: list[Refinement]) -> Tensor:
