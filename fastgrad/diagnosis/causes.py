@@ -131,8 +131,9 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     if worst is not None and evidence.slopes:
         yield from _of_stairs(own.eps, worst, evidence.slopes)
     if worst is not None and failure.convergence and evidence.rounding is not None:
-        slopes = {difference.step: complex(difference.estimate).real for difference in failure.convergence}
-        yield from _of_steps(own.eps, complex(worst.analytical).real, slopes, evidence.rounding)
+        slopes = {difference.step: complex(difference.estimate) for difference in failure.convergence}
+        is_open = failure.numerical_issue == "not converged"
+        yield from _of_steps(own.eps, complex(worst.analytical), slopes, evidence.rounding, is_open)
 
 
 def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]) -> Iterator[Cause]:
@@ -149,8 +150,13 @@ def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]
         )
 
 
-def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: float) -> Iterator[Cause]:
-    """The cause if truncation or rounding of the differences explains the disagreement."""
+def _of_steps(
+    eps: float, analytical: complex, slopes: dict[float, complex], ulp: float, is_open: bool
+) -> Iterator[Cause]:
+    """The cause if truncation or rounding of the differences explains the disagreement.
+
+    is_open: whether the numerical derivative did not converge. Then no cause that follows from its values is certain.
+    """
     measured = min(slopes, key=lambda h: abs(math.log(h / eps)))
     off = abs(slopes[measured] - analytical)
     rounding_error = 8 * ulp / measured
@@ -160,7 +166,7 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
             f"at eps = {eps:g}, rounding hides the difference: one ulp of func's value, divided by eps, is "
             f"{ulp / eps:.1e}; use a larger eps, or subtract the common offset of the values",
             f"|difference| {off:.1e} is within rounding",
-            0.92,
+            0.95 if is_open else 0.92,
         )
         return
     finer = [(h, slope) for h, slope in slopes.items() if h < measured and abs(slope - analytical) <= 8 * ulp / h < off]
@@ -168,10 +174,10 @@ def _of_steps(eps: float, analytical: float, slopes: dict[float, float], ulp: fl
         h, slope = finer[0]
         yield Cause(
             "truncation",
-            f"eps = {eps:g} is too large for func's curvature: a step of {h:.1e} gives the derivative {slope:.6g}, and "
-            "the analytical gradient agrees with it up to rounding",
-            f"the analytical gradient is off by {off:.1e} at eps, and by {abs(slope - analytical):.1e} at this step",
-            0.88,
+            f"eps = {eps:g} is too large: func is curved, or has a kink or a jump, within eps of the inputs; a step of "
+            f"{h:.1e} gives the derivative {_number(slope)}, and the analytical one agrees with it up to rounding",
+            f"the analytical derivative is off by {off:.1e} at eps, and by {abs(slope - analytical):.1e} at this step",
+            0.95 if is_open else 0.88,
         )
 
 

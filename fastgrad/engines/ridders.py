@@ -67,6 +67,9 @@ most this share of the constant. If it comes from rounding inside func, they dev
 MIN_JUMP_STEPS = 6
 """The least number of steps of at most eps that show a jump."""
 
+BEND_ROUNDING = 4.0
+"""Rounding of f(x + h) - 2 f(x) + f(x - h), in ulps of func's values: three sums, and the values themselves."""
+
 FINEST_STEPS = 4
 """Number of smallest steps whose scatter measures the noise of func."""
 
@@ -104,6 +107,8 @@ class Refinement:
         rounding inside func: bool, shape (entries,).
     curved
         Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (entries,).
+    bent
+        Whether they differ at all smaller steps at which rounding does not hide it: bool, shape (entries,).
     jumps
         By how much func changes from one side of x to the other, no matter how small the step is: float64, shape
         (entries,). Zero if this changes the difference at eps by no more than the tolerance.
@@ -121,6 +126,7 @@ class Refinement:
     drift: Tensor
     doubtful: Tensor
     curved: Tensor
+    bent: Tensor
     jumps: Tensor
     steps: Tensor
     changes: Tensor
@@ -146,13 +152,14 @@ class Measured:
     ----------
     rounding
         The effect of rounding on the outputs: float64, shape (entries,).
-    left, right, at_eps
-        One-sided and central differences with the step eps: float64, shape (entries,).
+    step, left, right, at_eps
+        The step eps or, if x is large, a larger one; one-sided and central differences with it: float64, shape
+        (entries,).
     drift
         By how much repeated values of func differ, at x and at isolated steps: float64, shape (entries,). Zero after
         quick measurements.
     eps
-        The step of left, right and at_eps.
+        The step of the check.
     ratio
         The ratio of a step to the next smaller one.
     steps, widths, changes, bends
@@ -161,6 +168,7 @@ class Measured:
     """
 
     rounding: Tensor
+    step: Tensor
     left: Tensor
     right: Tensor
     at_eps: Tensor
@@ -219,7 +227,7 @@ def measured(
             widths.append(problem.realized_width(displacement, scale)[where][owner])
             changes.append(plus - minus)
             bends.append((plus - base) + (minus - base))
-    left, right, at_eps = _at_eps(problem, where, owner, outputs, base, record_graph, eps)
+    sides = _at_eps(problem, where, owner, outputs, base, record_graph, eps)
     found = [torch.stack(some) if some else base.new_empty(0, base.numel()) for some in (steps, widths, changes, bends)]
     rounding = _rounding(problem, outputs, base, x[owner], found[2])
     drift = torch.zeros_like(base)
@@ -231,7 +239,7 @@ def measured(
             if pair is not None:
                 again = pair[0] - pair[1]
                 drift = torch.where(near(again, changes[step], drift), drift, (again - changes[step]).abs())
-    return Measured(rounding, left, right, at_eps, drift, eps * block.step, ratio, *found)
+    return Measured(rounding, *sides, drift, eps * block.step, ratio, *found)
 
 
 def _isolated(widths: Tensor, changes: Tensor, rounding: Tensor) -> list[int]:
@@ -335,8 +343,8 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
         values[some], errors[some] = (result[sure] for result in better)
         doubtful[some] = False
     sides, moves = (one.left, one.right, one.at_eps), (ROUNDING * one.rounding / eps, one.drift / (2 * eps))
-    measurements = one.steps.t(), one.changes.t(), one.widths.t()
-    return Refinement(values, errors, *sides, *moves, doubtful, _is_curved(one), _jumps(one, own, other), *measurements)
+    shape = _is_curved(one), _is_bent(one), _jumps(one, own, other)
+    return Refinement(values, errors, *sides, *moves, doubtful, *shape, one.steps.t(), one.changes.t(), one.widths.t())
 
 
 def _joined(found: Sequence[Measured]) -> Measured:
@@ -344,7 +352,7 @@ def _joined(found: Sequence[Measured]) -> Measured:
     most = max(len(one.steps) for one in found)
     joined = {
         name: torch.cat([getattr(one, name) for one in found])
-        for name in ("rounding", "left", "right", "at_eps", "drift")
+        for name in ("rounding", "step", "left", "right", "at_eps", "drift")
     }
     for name in ("steps", "widths", "changes", "bends"):
         joined[name] = torch.cat([pad(getattr(one, name), (0, 0, 0, most - len(one.steps))) for one in found], 1)
@@ -403,6 +411,16 @@ def _is_curved(one: Measured) -> Tensor:
     return small.any(0) & (smaller <= at_eps / 2)
 
 
+def _is_bent(one: Measured) -> Tensor:
+    """Whether one-sided derivatives differ from eps down to rounding, as at a kink at x: bool, shape (entries,).
+
+    Next to a kink at a distance from x, they are equal at smaller steps.
+    """
+    least = (one.right - one.left).abs() / 2 * one.steps
+    seen = (one.widths != 0) & (one.steps <= one.step) & (least > BEND_ROUNDING * one.rounding)
+    return seen.any(0) & (~seen | (one.bends.abs() >= least)).all(0)
+
+
 def _jumps(one: Measured, own: Tolerances, other: Tensor) -> Tensor:
     """The jump of func at x, or zero: float64, shape (entries,); other: as in `_settled`.
 
@@ -450,8 +468,11 @@ def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: 
 
 def _at_eps(
     problem: Problem, where: Tensor, owner: Tensor, rows: Tensor, base: Tensor, record_graph: bool, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Left and right one-sided derivatives and the plain difference: float64, shape (entries,); NaN if func raises."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The step, left and right one-sided derivatives and the plain difference: float64, shape (entries,).
+
+    The derivatives are NaN if func raises.
+    """
     direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     direction[where] = 1.0
     displacement = _plain(problem.displacement(direction, eps))
@@ -463,11 +484,11 @@ def _at_eps(
     both = unless_rejected(sides)
     if both is None:  # one side is outside func's domain
         missing = torch.full_like(base, torch.nan)
-        return missing, missing, missing
+        return step, missing, missing, missing
     plus, minus = both
     same = problem.coordinate_widths(eps)[where][owner] == width
     at_eps = ((plus - minus) / width).nan_to_num(torch.inf, torch.inf, -torch.inf)  # a NaN would mean "not known"
-    return (base - minus) / step, (plus - base) / step, torch.where(same, at_eps, torch.nan)
+    return step, (base - minus) / step, (plus - base) / step, torch.where(same, at_eps, torch.nan)
 
 
 def extrapolate(

@@ -262,16 +262,16 @@ def _worst_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -> R
     # Tensor subclasses have no tolist.
     order = [int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MAX_OTHER_ENTRIES)]]
     entries, moved = [], _moved(suspects, columns)
+    worst = order[0]
+    detail, issue = _numerical_issue(columns, suspects, worst, bool(converged[worst]), bool(moved[worst]))
     for which in order:
-        sure = bool(converged[which]) and not bool(moved[which])
+        sure = bool(converged[which]) and not bool(moved[which]) and issue != "not converged"
         refined = (complex(values[which]), float(errors[which].abs())) if sure else ()
         entries.append(suspects.entry(which, *refined))
-    worst = order[0]
-    numerical_issue = _numerical_issue(columns, suspects, worst, bool(converged[worst]), bool(moved[worst]))
     convergence = _convergence(columns, suspects.outputs.shape, worst)
     moves = _entries([column.moves.reshape(suspects.outputs.shape) for column in columns]).abs()
     noise = torch.where(converged, (values - suspects.numerical).abs() + moves, 0.0).nan_to_num(0.0, 0.0)
-    return RemeasuredEntry(entries[0], *numerical_issue, convergence, tuple(entries[1:]), float(noise.amax()))
+    return RemeasuredEntry(entries[0], detail, issue, convergence, tuple(entries[1:]), float(noise.amax()))
 
 
 def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:
@@ -324,10 +324,18 @@ def _numerical_issue(
         for row in _rows_of(suspects, worst):
             if column.is_kink(row, own) and not _is_steep(column, row):
                 sides = f"{column.left[row].item():.6g} (left) and {column.right[row].item():.6g} (right)"
-                return f"func has a kink at the inputs: the one-sided derivatives are {sides}", "kink"
+                if bool(column.bent[row]):
+                    return f"func has a kink at the inputs: the one-sided derivatives are {sides}", "kink"
+                return (
+                    f"func has a kink next to the inputs: with steps of eps, the one-sided derivatives are {sides}; "
+                    "they are closer to each other with much smaller steps",
+                    "not converged",
+                )
     at_eps = suspects.numerical[worst].abs().item()
     rows = slice(worst * width, (worst + 1) * width)
-    if not any(bool(column.values[rows].any()) for column in columns) and at_eps > own.atol:
+    is_constant = not any(bool(column.values[rows].any()) for column in columns)
+    # If the analytical entry is zero, it agrees, and func may have a kink between x and the steps that change it.
+    if is_constant and at_eps > own.atol and bool(suspects.analytical[worst] != 0):
         return (
             f"func does not change at all for steps much smaller than eps, but changes by {at_eps:.3g} x eps at eps: "
             "an intermediate result may have lower precision",
@@ -341,7 +349,8 @@ def _numerical_issue(
         )
     if not sure:
         return (
-            "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth there",
+            "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth "
+            "there, or its values are too large for differences of small steps",
             "not converged",
         )
     if moved:

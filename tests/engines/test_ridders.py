@@ -342,3 +342,45 @@ def test_the_report_says_what_was_re_measured() -> None:
     assert report.passed
     assert "1 of 4 entries" in report.notes[0]
     assert "agree when measured again" in report.notes[0]
+
+
+NEAR_TIES: dict[str, Func] = {
+    "max": lambda v: v.max(),
+    "max - min": lambda v: v.max() - v.min(),
+    "sort": lambda v: v.sort().values,
+    "topk": lambda v: v.topk(2).values,
+}
+
+
+@pytest.mark.parametrize("mode", [{}, FORWARD_ONLY], ids=["reverse", "forward"])
+@pytest.mark.parametrize("engine", ["dense", "compressed", "sketch"])
+@pytest.mark.parametrize("name", NEAR_TIES)
+def test_values_that_are_nearly_tied(name: str, engine: str, mode: dict[str, Any]) -> None:
+    func = NEAR_TIES[name]
+    keywords = {**mode, "engine": engine, "fast_mode": engine == "sketch"}
+    for gap in (3e-7, 1e-8, 1e-10):
+        x = leaf(0.3, 0.97, 0.97 + gap, 0.1, -0.5, 0.7)
+        assert fastgrad.gradcheck(func, (x,), **keywords), gap
+        assert not fastgrad.gradcheck(scaled(func, 1.01), (x,), **keywords, raise_exception=False), gap
+
+
+@pytest.mark.parametrize("mode", [{}, FORWARD_ONLY], ids=["reverse", "forward"])
+def test_a_kink_next_to_the_inputs_is_not_said_to_be_at_them(mode: dict[str, Any]) -> None:
+    """Too close for differences: the check fails, but neither the gradient nor a kink at the inputs is to blame."""
+    at_the_inputs = "func has a kink at the inputs"
+    report = fastgrad.check(torch.max, (leaf(0.3, 0.97, 0.97 + 1e-12),), **mode)
+    assert report.verdict == "not converged"
+    assert at_the_inputs not in str(report)
+    assert [cause.name for cause in report.causes] == ["truncation"]
+    assert not fastgrad.check(scaled(torch.max, 1.5), (leaf(0.3, 0.97, 0.97 + 1e-12),), **mode)
+    tied = fastgrad.check(lambda v: v.max(0).values, (leaf(0.3, 0.97, 0.97),), **mode)
+    assert at_the_inputs in str(tied)
+
+
+def test_a_zero_entry_next_to_a_tie_of_large_values_is_not_wrong() -> None:
+    """Rounding of values near 1e13 hides whether the entry is zero; no cause about the gradient is shown."""
+    func = lambda v: v.exp().sort().values  # noqa: E731
+    report = fastgrad.check(func, (leaf(30.0, 30.0 - 4e-7),))
+    assert report.verdict == "not converged"
+    assert [cause.name for cause in report.causes] == ["truncation"]
+    assert fastgrad.check(scaled(func, 1.01), (leaf(30.0, 30.0 - 4e-7),)).verdict != "passed"

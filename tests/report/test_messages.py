@@ -332,8 +332,8 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "pass independent tensors, tensor.detach().requires_grad_()",
     ),
     "truncation": (
-        "probably eps = 0.0001 is too large for func's curvature: a step of 2.4e-06 gives the derivative "
-        "-0.967407, and the analytical gradient agrees with it up to rounding",
+        "probably eps = 0.0001 is too large: func is curved, or has a kink or a jump, within eps of the inputs; a step "
+        "of 2.4e-06 gives the derivative -0.967407, and the analytical one agrees with it up to rounding",
     ),
     "rounding": (
         "probably at eps = 1e-06, rounding hides the difference: one ulp of func's value, divided by eps, "
