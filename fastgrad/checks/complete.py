@@ -220,6 +220,9 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
             failure = check_new_grad_outputs(problem, settings, backward)
     if failure is None and settings.check_forward_ad:
         failure = _forward_failure(problem, settings, findings)
+    elif failure is not None and failure.kind == "mismatch" and failure.mode == "forward":
+        # If an entry is wrong in some calls only, report that calls differ, which is the cause.
+        failure = _varying_tangents(problem, settings, findings) or failure
     if failure is None and findings.vjp_varies:
         failure = nondeterministic(problem.outputs[0])
     if failure is None and base_varies(problem, settings):
@@ -233,14 +236,19 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
 
 def _forward_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
     """The failure of JVPs that differ when repeated, or of tangents whose domain (real or complex) was wrong."""
-    failure = None
-    if findings.tangents is not None:
-        failure = repeated_tangents_failure(problem, settings, *findings.tangents)
+    failure = _varying_tangents(problem, settings, findings)
     if failure is None and findings.jvp_varies:
         failure = nondeterministic_jvp(problem.outputs[0], "some runs were right and others were not")
     if failure is None and settings.check_grad_dtypes and not (findings.domains_match and problem.domains_match):
         failure = Failure("tangent dtype", mode="forward")
     return failure
+
+
+def _varying_tangents(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
+    """The failure of JVPs that differ when repeated."""
+    if findings.tangents is None:
+        return None
+    return repeated_tangents_failure(problem, settings, *findings.tangents)
 
 
 def other_checks_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:

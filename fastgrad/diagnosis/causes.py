@@ -11,6 +11,7 @@ from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_sample, of_sums
 from fastgrad.problem.validation import DISABLED
 from fastgrad.report.evidence import Cause, CauseName, Evidence
 from fastgrad.report.failure import Entry, Failure, modulus
+from fastgrad.report.messages import varying
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 
@@ -111,8 +112,8 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     if evidence.func_varies:
         yield Cause(
             "nondeterminism",
-            "func gives different values in each call: random numbers, state, atomic additions, or "
-            "uninitialized memory",
+            f"{varying(settings)} gives different values for the same inputs: random numbers, state, atomic additions, "
+            "or uninitialized memory",
             f"two calls at the same inputs differ by {evidence.func_varies:.1e}",
             0.97,
         )
@@ -295,8 +296,8 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     if all(graph == graphs[0][: len(graph)] for graph in graphs):
         yield Cause(
             "saved tensor",
-            "backward changes a tensor that forward saved: a second backward of the same graph gives different values, "
-            "and after another forward, backward gives the first values again",
+            "backward changes what it reads, a tensor that forward saved or state on ctx: another backward of the same "
+            "graph gives different values, and after another forward, backward gives the first values again",
             measure,
             0.96,
         )
@@ -311,7 +312,7 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
         reasons = "random numbers, state, missing synchronization, or uninitialized memory"
         if max(runs) < AS_ROUNDING:
             reasons = "atomic additions in a varying order, or missing synchronization"
-        yield Cause("nondeterminism", f"backward gives different values in each call: {reasons}", measure, 0.95)
+        yield Cause("nondeterminism", f"repeated calls of backward give different values: {reasons}", measure, 0.95)
 
 
 def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:

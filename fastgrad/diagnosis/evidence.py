@@ -66,7 +66,7 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
             if failure.mode == "reverse" and self._output is not None and self._input is not None:
                 pair = self._output, self._input
                 seed, order = self._settings.seed, self._settings.order
-                hypotheses = Hypotheses(self._problem, *pair, seed, self._record, self._name_of, order)
+                hypotheses = Hypotheses(self._problem, *pair, seed, self._record, self._name_of, order, sample)
                 causes = self._hypotheses(hypotheses, sample)
         evidence = replace(self._evidence, calls=self._calls() - self._before)
         report = replace(self._report, sample=sample, evidence=evidence)
@@ -109,7 +109,9 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         names, own = places_named(self._report, self._failure), self._settings.of(self._failure.input or 0)
         rules = sorted(place_rules(sample, names, own), key=lambda rule: -rule.cause.confidence)
         found: list[tuple[str, bool]] = []
-        for rule in [rule for rule in rules if rule.sampled is not None][:MAX_CAUSES]:
+        for rule in rules:
+            if rule.sampled is None or sum(is_right for _, is_right in found) == MAX_CAUSES:
+                continue
             is_right = self._try(HYPOTHESIS_CALLS, partial(hypotheses.confirms, rule))
             if is_right is not None:
                 found.append((rule.cause.text, is_right))

@@ -16,12 +16,13 @@ from torch import Tensor
 from fastgrad.core import native
 from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.diagnosis.autograd_graph import depends_on
+from fastgrad.diagnosis.chance import is_supported
 from fastgrad.diagnosis.constant_parts import ConstantPart, ConstantParts, HeldConstant
 from fastgrad.diagnosis.locations import Elements, Rule
 from fastgrad.diagnosis.rearrangements import ADJOINT, MAX_SHIFTS, Rearrangement, Side, rearrangements
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.evidence import CauseName, Explanation
+from fastgrad.report.evidence import CauseName, Explanation, Sample
 
 HYPOTHESIS_CALLS = 10
 """A hypothesis is tested only if so many calls of func and backward may still be made; most need no more."""
@@ -35,6 +36,12 @@ MAX_NAMED = 3
 
 MAX_INPUTS = 4
 """Largest number of inputs whose gradients or values are tried."""
+
+_OF_FUNC = {"dependent inputs", "constant part"}
+"""Causes that follow from the operators and inputs of func, so that few hypotheses are possible."""
+
+_OF_NUMERICAL = {"transposed", "rolled", "permuted", "missing factor"}
+"""Causes that predict the analytical entries from numerical ones; different values of either are evidence."""
 
 Sums = tuple[Tensor, Tensor]
 """The terms of two sums that are equal if a hypothesis holds."""
@@ -60,6 +67,7 @@ class Hypotheses:
 
     A method that tests a hypothesis returns it as an Explanation if it holds, otherwise None. record_graph: whether
     func must record gradients. name_of: gives the name of an input in messages. order: that of the derivatives.
+    sample: entries of this Jacobian, if known.
     """
 
     problem: Problem
@@ -69,6 +77,9 @@ class Hypotheses:
     record_graph: bool
     name_of: Callable[[Block], str]
     order: int
+    sample: Sample | None
+    tried: int = 0
+    """Number of hypotheses that were compared with the analytical Jacobian."""
 
     def independent(self) -> Explanation | None:
         """Whether the gradient is right if autograd does not follow dependences between inputs."""
@@ -90,17 +101,23 @@ class Hypotheses:
         """Whether random sums confirm a rule for the positions of wrong entries; None if they do not decide.
 
         True if sums over the elements that the rule does not cover agree, and sums over the covered elements outside
-        the sample, if there are any, disagree. False if sums over the elements that it does not cover disagree.
+        the sample, if there are any, disagree, also at each boundary that the rule names. False if sums over the
+        elements that it does not cover disagree, or if sums at a boundary agree.
         """
-        if rule.sampled is None or not self._sums_show_error:
+        if rule.sampled is None or not max(map(_error_of, self._vectors)) > 100 * NEAR:
             return None
         block = self.input if rule.side == "input" else self.output
         elements = torch.arange(block.size // block.width, device="cpu")
         if block.elements is not None:
             elements = block.elements.cpu()
         values = (self.problem.coordinates() if rule.side == "input" else self.problem.base())[block.slice].cpu()
-        covered = rule.covers(Elements(tuple(block.tensor.shape), elements, None if block.is_complex else values))
+        every = Elements(tuple(block.tensor.shape), elements, None if block.is_complex else values)
+        covered = rule.covers(every)
         new = covered & ~torch.isin(elements, rule.sampled)
+        for edge in rule.edges:
+            there = covered & edge(every)
+            if not bool((there & ~new).any()) and self._difference_over(there, rule.side) <= 100 * NEAR:
+                return False
         elsewhere = self._difference_over(~covered, rule.side)
         if elsewhere > 100 * NEAR:
             return False
@@ -112,7 +129,7 @@ class Hypotheses:
 
         chosen: which elements, bool, shape (elements,).
         """
-        one, block = self._vectors[0], self.input if side == "input" else self.output
+        one, block = max(self._vectors, key=_error_of), self.input if side == "input" else self.output
         own = chosen.repeat_interleave(block.width).to(self.problem.device)
         if side == "input":
             u = _scaled(one.u, block, own)
@@ -129,7 +146,7 @@ class Hypotheses:
         for other in others[:MAX_INPUTS]:
 
             def of_other(one: _Vectors, other: Block = other) -> Sums:
-                along = self._at(other, one.u[self.input.slice])
+                along = _at(self.problem, other, one.u[self.input.slice])
                 return one.u * one.gradient, one.v * self._slope_along(along)
 
             name, own = self.name_of(other), self.name_of(block)
@@ -148,7 +165,7 @@ class Hypotheses:
     def _is_right(self, other: Block) -> bool:
         """Whether random sums show no error in the Jacobian with respect to another input."""
         for one in self._vectors:
-            along = self._at(other, one.u[self.input.slice])
+            along = _at(self.problem, other, one.u[self.input.slice])
             if not _relative_difference(along * one.gradient, one.v * self._slope_along(along)) <= NEAR:
                 return False
         return True
@@ -227,14 +244,17 @@ class Hypotheses:
 
     def at_changed_input(self, left: Callable[[], int]) -> Explanation | None:
         """Whether the gradient is right at another point: a saved input may have been changed to that point."""
-        for name, away in self._points():
+        for name, away in _points(self.problem, self.name_of):
             if left() < 4:
                 return None
 
             def there(one: _Vectors, away: Tensor = away) -> Sums:
                 return one.u * one.gradient, one.v * self._slope_along(one.u, away)
 
-            text = f"the gradient is right for {name}, not for the input: a saved tensor was changed or is wrong"
+            text = (
+                f"the gradient is right for {name}, not for the input: a saved tensor was changed, or backward "
+                "computes with this value"
+            )
             try:
                 found = self._explained("saved tensor", text, there)
             except Exception:  # the point may be outside the domain of func
@@ -298,19 +318,29 @@ class Hypotheses:
     @cached_property
     def _sums_show_error(self) -> bool:
         """Whether all random sums show that the gradient is wrong."""
-        return all(_relative_difference(one.u * one.gradient, one.v * one.slope) > 100 * NEAR for one in self._vectors)
+        return all(_error_of(one) > 100 * NEAR for one in self._vectors)
 
     def _explained(self, name: CauseName, text: str, sums: Callable[[_Vectors], Sums]) -> Explanation | None:
         """The hypothesis, if random sums show an error without it and its own sums are equal for all vectors."""
         if not self._sums_show_error:
             return None
+        self.tried += 1
         error = 0.0
         for one in self._vectors:
             difference = _relative_difference(*sums(one))
             if not difference <= NEAR:  # also if it is NaN
                 return None
             error = max(error, difference)
-        return Explanation(name, text, error)
+        return Explanation(name, text, error) if name in _OF_FUNC or self._is_supported(name) else None
+
+    def _is_supported(self, name: CauseName) -> bool:
+        """Whether the known entries are enough to decide between the hypotheses that were tried."""
+        sample = self.sample
+        if sample is None:
+            return False
+        some = (sample.analytical != 0) | (sample.numerical != 0)
+        predicted = [sample.analytical, sample.numerical] if name in _OF_NUMERICAL else [sample.analytical]
+        return any(is_supported(entries[some], sample.failing[some], self.tried) for entries in predicted)
 
     def _slope_along(
         self, u: Tensor, away: Tensor | float = 0.0, around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -337,42 +367,48 @@ class Hypotheses:
 
     def _transposed(self, one: _Vectors) -> Sums:
         output, block = self.output, self.input
-        slope = self._slope_along(self._at(block, one.v[output.slice]))
+        slope = self._slope_along(_at(self.problem, block, one.v[output.slice]))
         return one.u * one.gradient, one.u[block.slice] * slope[output.slice]
 
-    def _points(self) -> Iterator[tuple[str, Tensor]]:
-        """Values that may have replaced a saved input: their descriptions, and their displacements from x."""
-        problem = self.problem
-        x = problem.coordinates()
-        for block in problem.inputs:
-            here, name = x[block.slice], self.name_of(block)
-            results = [
-                (f"{name} overwritten by output {output.position}", problem.base()[output.slice])
-                for output in problem.outputs
-                if output.size == block.size
-            ]
-            changed = [
-                (f"{name} clamped at 0", here.clamp(min=0)),
-                (f"the absolute value of {name}", here.abs()),
-                (f"{name} times 2", 2 * here),
-                (f"{name} plus 1", here + 1),
-                (f"{name} minus 1", here - 1),
-                (f"{name} divided by 2", here / 2),
-                (f"{name} with the opposite sign", -here),
-                (f"{name} squared", here * here),
-            ]
-            for words, there in results + changed:
-                yield words, self._at(block, there - here)
 
-    def _at(self, block: Block, values: Tensor) -> Tensor:
-        """A vector with these values at the coordinates of a block, and zero elsewhere: float64, shape (n,)."""
-        along = torch.zeros(self.problem.n, dtype=torch.float64, device=self.problem.device)
-        along[block.slice] = values
-        return along
+def _points(problem: Problem, name_of: Callable[[Block], str]) -> Iterator[tuple[str, Tensor]]:
+    """Values that may have replaced a saved input: their descriptions, and their displacements from x."""
+    x = problem.coordinates()
+    for block in problem.inputs:
+        here, name = x[block.slice], name_of(block)
+        results = [
+            (f"{name} overwritten by output {output.position}", problem.base()[output.slice])
+            for output in problem.outputs
+            if output.size == block.size
+        ]
+        changed = [
+            (f"{name} clamped at 0", here.clamp(min=0)),
+            (f"the absolute value of {name}", here.abs()),
+            (f"{name} times 2", 2 * here),
+            (f"{name} plus 1", here + 1),
+            (f"{name} minus 1", here - 1),
+            (f"{name} divided by 2", here / 2),
+            (f"{name} with the opposite sign", -here),
+            (f"{name} squared", here * here),
+        ]
+        for words, there in results + changed:
+            yield words, _at(problem, block, there - here)
+
+
+def _at(problem: Problem, block: Block, values: Tensor) -> Tensor:
+    """A vector with these values at the coordinates of a block, and zero elsewhere: float64, shape (n,)."""
+    along = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+    along[block.slice] = values
+    return along
 
 
 def _all_of(parts: tuple[ConstantPart, ...]) -> str:
     return " and ".join(dict.fromkeys(map(str, parts[:MAX_NAMED])))  # two calls in one line have the same text
+
+
+def _error_of(one: _Vectors) -> float:
+    """The relative difference of the sums of both Jacobians."""
+    return _relative_difference(one.u * one.gradient, one.v * one.slope)
 
 
 def _relative_difference(terms: Tensor, others: Tensor) -> float:

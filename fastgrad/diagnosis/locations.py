@@ -15,11 +15,11 @@ from fastgrad.diagnosis.rearrangements import Side
 from fastgrad.report.evidence import Cause, CauseName, Sample
 from fastgrad.report.settings import Tolerances
 
-CHANCE = 0.1
+CHANCE = 0.05
 """A rule for the positions of wrong entries is named if it fits by chance with at most this probability."""
 
-CHANCE_OF_PLACES = 0.35
-"""The same for slices, and for the last tile and the ends along one dimension, where mistakes are common."""
+CHANCE_IN_SAMPLE = 0.35
+"""The same for a rule that is named only if the entries outside of a sample confirm it."""
 
 JUMP = 30.0
 """Least ratio of the errors in a region to those outside it; both are relative to the allowed error."""
@@ -58,12 +58,16 @@ class Rule:
     """A rule for the positions of wrong entries, as a cause.
 
     sampled: the numbers of the elements from which the rule was derived, if they are a sample; otherwise None.
+    chance: the probability that it fits by chance. edges: which of the covered elements are next to elements that are
+    not covered, for each boundary that the rule names.
     """
 
     cause: Cause
     side: Side
     covers: Covers
     sampled: Tensor | None
+    chance: float
+    edges: tuple[Covers, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,8 @@ def place_causes(
             if not is_right[cause.text]:
                 continue
             cause = replace(cause, measure=f"{cause.measure}; random sums of the other entries agree")
+        elif rule.chance > CHANCE:
+            continue
         elif rule.sampled is not None:
             text = f"in a sample of {sample.failing.numel()} entries, {cause.text}"
             cause = replace(cause, text=text, confidence=IN_SAMPLE * cause.confidence)
@@ -171,8 +177,8 @@ def place_rules(sample: Sample, names: tuple[str, str], settings: Tolerances) ->
         element = _element(places, name)
         if element is not None:
             found.append(element)
-        for find in (_tail, _ends, _slice, _triangle, _region):
-            rule = find(places, name)
+        others = [find(places, name) for find in (_ends, _slice, _triangle, _region)]
+        for rule in (*_tails(places, name), *others):
             if rule is not None:
                 cause = replace(rule.cause, confidence=rule.cause.confidence - less)
                 found.append(replace(rule, cause=cause))
@@ -193,11 +199,11 @@ def _element(places: _JudgedElements, name: str) -> Rule | None:
     if chance > CHANCE:
         return None
     cause = Cause("slice", text, measure, 0.95 * (1 - chance))
-    return _of(places, cause, lambda some: some.elements == element)
+    return _of(places, cause, lambda some: some.elements == element, chance)
 
 
-def _of(places: _JudgedElements, cause: Cause, covers: Covers) -> Rule:
-    return Rule(cause, places.side, covers, None if places.is_complete else places.elements)
+def _of(places: _JudgedElements, cause: Cause, covers: Covers, chance: float, edges: tuple[Covers, ...] = ()) -> Rule:
+    return Rule(cause, places.side, covers, None if places.is_complete else places.elements, chance, edges)
 
 
 def _triangle(places: _JudgedElements, name: str) -> Rule | None:
@@ -229,28 +235,30 @@ def _rule(
     chance: float,
     base: float,
     covers: Covers,
-    max_chance: float = CHANCE,
+    edges: tuple[Covers, ...] = (),
 ) -> Rule | None:
     """A rule that fits all wrong and no right elements; None if chance may explain it.
 
-    chance: the probability that it fits by chance; max_chance: the largest such probability at which the rule is still
-    returned; base: its confidence if the probability is zero.
+    chance: the probability that it fits by chance; base: its confidence if the probability is zero.
     """
-    if chance > max_chance:
+    if chance > (CHANCE if places.is_complete else CHANCE_IN_SAMPLE):
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
     wrong = {1: "the only wrong element", 2: "both wrong elements"}.get(bad, f"all {bad} wrong elements")
     sampled = "" if places.is_complete else " in the sample"
     measure = f"covers {wrong} and none of the {total - bad} right ones{sampled}"
-    return _of(places, Cause(name, text, measure, base * (1 - chance)), covers)
+    return _of(places, Cause(name, text, measure, base * (1 - chance)), covers, chance, edges)
 
 
 def _extent(index: Tensor) -> tuple[int, int]:
     return int(index.min()), int(index.max())
 
 
-def _tail(places: _JudgedElements, name: str) -> Rule | None:
-    """A rule for elements that are wrong from a multiple of a block size on: along some dimensions, or in memory."""
+def _tails(places: _JudgedElements, name: str) -> list[Rule | None]:
+    """Rules for elements that are wrong from a multiple of a block size on: along some dimensions, or in memory.
+
+    There is at most one if all elements are known; a sample may fit several block sizes.
+    """
     index, bad = places.index, places.bad
     total = math.prod(places.shape)
     bounds = [(f"dimension {dim} of {name}", _along(dim), size) for dim, size in enumerate(places.shape)]
@@ -258,26 +266,28 @@ def _tail(places: _JudgedElements, name: str) -> Rule | None:
         bounds.append((f"the elements of {name} in memory", lambda some: some.elements, total))
     for what, number, size in bounds:
         along = number(places)
-        block = _tail_block(_extent(along[~bad])[1], _extent(along[bad])[0], size)
-        if block is not None:
-            start = size - size % block
+        blocks = _tail_blocks(_extent(along[~bad])[1], _extent(along[bad])[0], size)
+        rules = []
+        for start, block in blocks.items():
             text = f"wrong only in the last tile: from index {start} (a multiple of {block}) along {what}, size {size}"
-            base = 0.94 if block >= 8 else 0.88
-            return _rule("last tile", text, places, 2 * places.chance(), base, _from(number, start), CHANCE_OF_PLACES)
+            base, edge = 0.94 if block >= 8 else 0.88, _at_number(number, start)
+            chance = 2 * places.chance()
+            rules.append(_rule("last tile", text, places, chance, base, _from(number, start), (edge,)))
+        if rules:
+            return rules[:1] if places.is_complete else rules
     # The elements are right in a box that begins at the first element, and nowhere else.
     right = index[~bad]
     ends = right.amax(0)
     if bool(right.amin(0).any()) or bool((index[bad] <= ends).all(1).any()):
-        return None
-    blocks = []
-    for dim, size in enumerate(places.shape):
-        if int(ends[dim]) + 1 < size:
-            blocks.append(_tail_block(int(ends[dim]), int(ends[dim]) + 1, size))
-    if len(blocks) < 2 or any(block is None for block in blocks):
-        return None
-    multiples = " and ".join(str(block) for block in sorted({block for block in blocks if block}))
+        return []
+    cut = {dim: int(ends[dim]) + 1 for dim, size in enumerate(places.shape) if int(ends[dim]) + 1 < size}
+    found = [_tail_blocks(start - 1, start, places.shape[dim]).get(start) for dim, start in cut.items()]
+    if len(found) < 2 or None in found:
+        return []
+    multiples = " and ".join(str(block) for block in sorted({block for block in found if block}))
     text = f"wrong only in the last tiles: {name} is right up to the last multiples of {multiples} along its dimensions"
-    return _rule("last tile", text, places, 2 * places.chance(), 0.93, lambda some: (some.index > ends).any(1))
+    edges = tuple(_at_number(_along(dim), start) for dim, start in cut.items())
+    return [_rule("last tile", text, places, 2 * places.chance(), 0.93, lambda some: (some.index > ends).any(1), edges)]
 
 
 def _along(dim: int) -> Covers:
@@ -288,15 +298,20 @@ def _from(number: Covers, start: int) -> Covers:
     return lambda some: number(some) >= start
 
 
-def _tail_block(last_right: int, first_wrong: int, size: int) -> int | None:
-    """The largest block size whose last multiple up to `size` separates right from wrong indices; None without one."""
+def _at_number(number: Covers, index: int) -> Covers:
+    return lambda some: number(some) == index
+
+
+def _tail_blocks(last_right: int, first_wrong: int, size: int) -> dict[int, int]:
+    """The last multiples of block sizes that separate right from wrong indices, each with the largest such size."""
+    found: dict[int, int] = {}
     block = 1 << max(0, (size - 1).bit_length())
     while block >= MIN_BLOCK:
         start = size - size % block
         if 0 < start < size and last_right < start <= first_wrong:
-            return block
+            found.setdefault(start, block)
         block //= 2
-    return None
+    return found
 
 
 def _ends(places: _JudgedElements, name: str) -> Rule | None:
@@ -323,7 +338,8 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
             base = 0.9
         else:  # a single wrong row may be the first or last one by chance
             base = 0.91 if mixes and (places.mixing is not None or dim >= 2) else 0.7
-        return _rule("boundary", text, places, 2 * places.chance(), base, _outside(low, high, [dim]), CHANCE_OF_PLACES)
+        edges = _edges([(dim, low, high)], places.shape)
+        return _rule("boundary", text, places, 2 * places.chance(), base, _outside(low, high, [dim]), edges)
     right = index[~bad]
     if right.numel() and len(places.shape) > 1:
         low_corner, high_corner = right.amin(0), right.amax(0)
@@ -332,8 +348,16 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
         margins = torch.maximum(low_corner, sizes - 1 - high_corner)
         if not bool(within.any()) and int((margins > 0).sum()) > 1 and bool((margins <= sizes // 3).all()):
             text = f"wrong only along the borders of {name}: padding, or a halo"
-            return _rule("boundary", text, places, 2 * places.chance(), 0.93, _outside(low_corner, high_corner, dims))
+            covers = _outside(low_corner, high_corner, dims)
+            edges = _edges(list(zip(dims, low_corner.tolist(), high_corner.tolist(), strict=True)), places.shape)
+            return _rule("boundary", text, places, 2 * places.chance(), 0.93, covers, edges)
     return None
+
+
+def _edges(inside: list[tuple[int, int, int]], shape: tuple[int, ...]) -> tuple[Covers, ...]:
+    """The edges of a rule for elements outside of some ranges: dimension, first and last index inside."""
+    bounds = [(dim, index) for dim, low, high in inside for index in (low - 1, high + 1) if 0 <= index < shape[dim]]
+    return tuple(_at_number(_along(dim), index) for dim, index in bounds)
 
 
 def _outside(low: Tensor | int, high: Tensor | int, dims: list[int]) -> Covers:
@@ -366,7 +390,7 @@ def _slice(places: _JudgedElements, name: str) -> Rule | None:
             spot = ", ".join(str(int(wrong[0, dim])) if dim in dims else ":" for dim in range(len(places.shape)))
             chance = rules**count * places.chance()
             covers = _at(dims, wrong[0, dims])
-            return _rule("slice", f"wrong only in {name}[{spot}]", places, chance, 0.9, covers, CHANCE_OF_PLACES)
+            return _rule("slice", f"wrong only in {name}[{spot}]", places, chance, 0.9, covers)
     return None
 
 
@@ -399,7 +423,9 @@ def _region(places: _JudgedElements, name: str) -> Rule | None:
         base = 0.92 if natural else 0.89
         sign += "=" * (threshold == last_wrong)
         covers = _where(sign, threshold, what != name)
-        return _rule("region", f"wrong only where {what} {sign} {threshold:.4g}", places, chance, base, covers)
+        edge = _last_of(covers, what != name, sign[0])
+        text = f"wrong only where {what} {sign} {threshold:.4g}"
+        return _rule("region", text, places, chance, base, covers, (edge,))
     right, wrong = values[~bad], values[bad]
     low, high = float(wrong.min()), float(wrong.max())
     if not bool(((right >= low) & (right <= high)).any()) and bool((right < low).any()) and bool((right > high).any()):
@@ -409,8 +435,20 @@ def _region(places: _JudgedElements, name: str) -> Rule | None:
         chance = places.bad.numel() ** 2 * places.chance()
         text = f"wrong only where {begin:.4g} {signs[0]} {name} {signs[1]} {end:.4g}"
         first, last = _where(signs[0].replace("<", ">"), begin, False), _where(signs[1], end, False)
-        return _rule("region", text, places, chance, 0.85, lambda some: first(some) & last(some))
+        edges = _last_of(first, False, ">"), _last_of(last, False, "<")
+        return _rule("region", text, places, chance, 0.85, lambda some: first(some) & last(some), edges)
     return None
+
+
+def _last_of(covers: Covers, of_modulus: bool, sign: str) -> Covers:
+    """The covered elements whose values, or moduli, are nearest to the threshold of a region."""
+
+    def edge(some: Elements) -> Tensor:
+        assert some.values is not None
+        values, covered = some.values.abs() if of_modulus else some.values, covers(some)
+        return values == (values[covered].max() if sign == "<" else values[covered].min())
+
+    return edge
 
 
 def _where(sign: str, threshold: float, of_modulus: bool) -> Covers:

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fastgrad.diagnosis.chance import MIN_DISTINCT, classes, is_supported
 from fastgrad.report.evidence import Cause, CauseName, Sample
 from fastgrad.report.settings import Tolerances
 
@@ -57,8 +58,11 @@ class _Matrices:
     settings: Tolerances
     outputs: int
 
-    def explains(self, rearranged: Tensor) -> int:
-        """Number of wrong entries that a rearrangement explains; 0 if it contradicts any known entry."""
+    def explains(self, rearranged: Tensor, tried: int) -> int:
+        """Number of wrong entries that a rearrangement explains; 0 if it contradicts any known entry, or by chance.
+
+        tried: the number of rearrangements up to this one.
+        """
         some = rearranged[self._some_wrong] - self.analytical[self._some_wrong]
         if bool((some.abs() > self.settings.allowed(rearranged[self._some_wrong])).any()):
             return 0  # the usual case: testing these few entries first takes a hundredth of the time of testing all
@@ -76,7 +80,13 @@ class _Matrices:
             return 0
         wrong = ~self._close(self.numerical) & known
         nonzero = wrong & ((self.analytical != 0) | (rearranged != 0))
-        return int(wrong.sum()) if int(nonzero.sum()) > 1 else 0
+        return int(wrong.sum()) if int(nonzero.sum()) > 1 and self.supports(tried) else 0
+
+    def supports(self, tried: int) -> bool:
+        """Whether the known entries are enough to decide between `tried` hypotheses."""
+        known = ~(self.numerical.isnan() | self.analytical.isnan())
+        known &= (self.analytical != 0) | (self.numerical != 0)
+        return is_supported(self.analytical[known], ~self._close(self.numerical)[known], tried)
 
     @cached_property
     def _nonzero(self) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -174,8 +184,8 @@ def _nearest_first(size: int, most: int) -> Iterable[int]:
 
 def _of_rearrangements(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     """The cause if the entries are right, but rearranged."""
-    for name, text, rearranged in _rearranged(matrices, sample):
-        count = matrices.explains(rearranged)
+    for number, (name, text, rearranged) in enumerate(_rearranged(matrices, sample)):
+        count = matrices.explains(rearranged, number + 1)
         if count > 1:
             yield Cause(name, text, f"explains all {count} wrong entries", 0.94)
             return
@@ -220,11 +230,15 @@ def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     if a.is_complex():
         a, n = a.abs(), n.abs()
     allowed = matrices.settings.allowed(n.abs().max())
+    # If all entries are equal, a row has the right values whatever its order is, so columns must have them, too.
+    is_mask = torch.unique(classes(n[n != 0])).numel() < MIN_DISTINCT
+    off = [(a.sort(dim).values - n.sort(dim).values).abs().max() for dim in (0, 1)]
+    if not matrices.supports(2):
+        return
     for dim, what, count in ((1, "the gradient", size), (0, "grad_output", m)):
-        other = n.shape[1 - dim]
+        other, difference = n.shape[1 - dim], max(off) if is_mask else off[dim]
         if count < 2 or other < 2:
             continue
-        difference = (a.sort(dim).values - n.sort(dim).values).abs().max()
         moved = int((~((a - n).abs() <= allowed)).any(1 - dim).sum())
         # If all values of each row (or column) are equal, their order cannot be wrong.
         spread = (n.amax(dim) - n.amin(dim)).max()
@@ -340,8 +354,9 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     if not bool(extra.any()) and int(lost.sum()) * 2 >= total > 1 and both and spread and in_rows and share >= 0.45:
         yield Cause(
             "missing reduction",
-            "each element's gradient omits most of the outputs that depend on it: a sum or a mean over "
-            f"grad_output is missing{_along(_broadcast_dims(sample))}, or a mean or norm is treated as a constant",
+            f"each element's gradient omits {'most' if share > 0.55 else 'about half'} of the outputs that depend on "
+            f"it: a sum or a mean over grad_output is missing{_along(_summed_dims(matrices, sample))}, or a mean or "
+            "norm is treated as a constant",
             f"{int(lost.sum())} of {total} wrong entries are zero, in columns with nonzero entries",
             0.92,
         )
@@ -354,6 +369,18 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
             "the error is an outer product within each block of the Jacobian",
             0.75,
         )
+
+
+def _summed_dims(matrices: _Matrices, sample: Sample) -> list[int]:
+    """The broadcast dimensions along which each gradient has only entries of one index; none if this varies."""
+    kept = matrices.analytical.nan_to_num(0.0).flatten(matrices.outputs) != 0
+    found = []
+    for dim in _broadcast_dims(sample):
+        others = [other for other in range(matrices.outputs) if other != dim]
+        indices = (kept.any(tuple(others)) if others else kept).reshape(-1, kept.shape[-1]).sum(0)
+        if bool((indices <= 1).all()):
+            found.append(dim)
+    return found
 
 
 def _along(dims: list[int]) -> str:

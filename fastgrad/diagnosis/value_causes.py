@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fastgrad.diagnosis.chance import MIN_DISTINCT, SAME
 from fastgrad.diagnosis.locations import place_causes
 from fastgrad.diagnosis.rearrangements import shared_by, structure_causes
 from fastgrad.report.evidence import Cause, Evidence, Sample
@@ -47,9 +48,20 @@ def constant_factor(comparison: Comparison) -> tuple[float, float] | None:
     return (factor, residual) if residual <= most_unexplained(factor) else None
 
 
-def most_unexplained(factor: complex) -> float:
-    """Largest residual with which a factor is named; for a factor near 1, a tenth of its distance from 1."""
-    return min(RESIDUAL, abs(factor - 1) / 10)
+def most_unexplained(factor: complex, variation: float = math.inf) -> float:
+    """Largest residual with which a factor is named; for a factor near 1, a tenth of its distance from 1.
+
+    variation: the relative variation of the entries. Any smooth function of entries that vary little is nearly
+    proportional to them, so the residual must also be much smaller than the variation.
+    """
+    return min(RESIDUAL, abs(factor - 1) / 10, variation / 100)
+
+
+def _variation(n: Tensor) -> float:
+    """The difference of the largest and the smallest modulus, relative to the largest; infinite if all are equal."""
+    sizes = n.abs()
+    variation = float((sizes.max() - sizes.min()) / sizes.max())
+    return variation if variation > SAME else math.inf
 
 
 def is_zero(comparison: Comparison) -> bool:
@@ -65,8 +77,9 @@ def of_sums(comparison: Comparison) -> Iterator[Cause]:
         yield _factor(*factor, {}, 0.6)
 
 
-def _zero(count: int, confidence: float, order: int) -> Cause:
-    why = "a missing term, or a gradient that backward returns as None"
+def _zero(count: int, confidence: float, order: int, is_whole: bool = True) -> Cause:
+    """The cause if wrong entries are zero; is_whole: whether all entries of their input elements may be zero."""
+    why = "a missing term, or a gradient that backward returns as None" if is_whole else "a missing term"
     if order > 1:
         why = (
             "a missing term, or a value that backward treats as a constant: detach(), .data, no_grad(), or a tensor "
@@ -88,6 +101,7 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float,
     known = [what for what, size in sizes.items() if size > 2 and abs(k / size - 1) <= EXACT]
     inverse = [what for what, size in sizes.items() if size > 2 and abs(k * size - 1) <= EXACT]
     why = f": the factor {1 / k:.4g} is missing"
+    superfluous = f", or the factor {k:.4g} is superfluous" if abs(k) > 1 else ""
     named = [name for value, name in NAMED_FACTORS.items() if abs(k * value - 1) <= EXACT]
     if named:
         why += f", perhaps {named[0]}"
@@ -96,9 +110,11 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float,
     elif inverse:
         why += f", perhaps a mean instead of a sum over {inverse[0]}"
     else:
-        counts = [what for what, size in sizes.items() if selected > 1 and abs(k * size / selected - 1) <= EXACT]
-        if counts:
+        counts = [what for what, size in sizes.items() if size > 2 and abs(k * size - selected) <= EXACT * selected]
+        if counts and selected > 1:
             why += f", perhaps a mean over {counts[0]} instead of the {selected} elements that func uses"
+        else:
+            why += superfluous
     text = f"the analytical gradient is {k:.4g} x the numerical one wherever it is wrong{why}"
     return Cause("constant factor", text, f"residual {residual:.0e}", confidence)
 
@@ -129,20 +145,26 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
         if not bool(others.any()) and evidence.vanishes is not False:
             yield _zero(count, 0.87, order)
         elif sample.complete:
-            yield _zero(count, 0.5, order)
+            yield _zero(count, 0.5, order, is_whole=False)
         return
     sizes = _sizes(sample)
     if a.is_complex():
         yield from _of_complex(a, n, failure, sizes)
         return
     k, residual = _fit(a, n)
-    lone = count == 1 and any(abs(k / value - 1) <= EXACT / 10 for value in (-1.0, 2.0, 0.5, *NAMED_FACTORS))
-    if residual > most_unexplained(k):
+    # Equal entries next to right ones are no more evidence than one entry: a mask may be wrong instead of a factor.
+    right = ~sample.failing & ((sample.analytical != 0) | (sample.numerical != 0))
+    is_alone = count == 1 or (bool(right.any()) and _variation(n) == math.inf)
+    is_named = any(abs(k / value - 1) <= EXACT / 10 for value in (-1.0, 2.0, 0.5, *NAMED_FACTORS))
+    if residual > most_unexplained(k, _variation(n)):
         places = [torch.unique(elements[sample.failing]).numel() for elements in (sample.inputs, sample.outputs)]
         if places == [count, count]:
             yield from _constant_difference(a, n)
-    elif abs(k) > 0 and (count > 1 or lone):
-        yield _factor(k.real, residual, sizes, 0.6 if lone else 0.86, _entries_per_output(sample))
+    elif abs(k) > 0 and is_alone and not is_named and count >= MIN_DISTINCT:
+        text = f"the analytical gradient is {k.real:.4g} x the numerical one wherever it is wrong"
+        yield Cause("constant factor", text, f"{count} equal entries", 0.6)
+    elif abs(k) > 0 and (is_named or not is_alone):
+        yield _factor(k.real, residual, sizes, 0.6 if is_alone else 0.86, _entries_per_output(sample))
         shared = shared_by(sample)
         counts = [size for size in {shared, *sample.output_shape} if size > 1 and shared and shared % size == 0]
         if any(min(abs(k.real * size - 1), abs(k.real / size - 1)) <= EXACT for size in counts):
@@ -169,12 +191,13 @@ def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
     off = n - a
     difference = float(off.mean())
     spread = float((off - difference).abs().max())
-    varying = float(n.max() - n.min()) > RESIDUAL * abs(difference)
+    varying = float(n.max() - n.min()) > max(RESIDUAL * abs(difference), 100 * spread)
     if a.numel() > 2 and varying and spread <= EXACT * abs(difference):
         yield Cause(
             "missing term",
-            f"{difference:.4g} is missing from the gradient wherever it is wrong: backward omits a term "
-            "of func that is linear in the input, for example a residual connection",
+            f"the analytical gradient is too {'small' if difference > 0 else 'large'} by {abs(difference):.4g} "
+            "wherever it is wrong: backward omits or adds the gradient of a term that is linear in the input, for "
+            "example a residual connection",
             f"in {a.numel()} entries, to within {spread:.0e}",
             0.9,
         )

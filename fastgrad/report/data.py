@@ -73,7 +73,7 @@ class Pair(NamedTuple):
     """An output and an input whose Jacobian was compared.
 
     The positions, part and mode are as in ``Failure``, and the numbers are as in ``Comparison``. agrees: no entry is
-    wrong; entries that differ at eps agreed when they were re-measured.
+    wrong; entries that differ at eps agreed when they were re-measured. exhaustive: as in ``Comparison``.
     """
 
     # Not a dataclass: every passed check makes Pairs, and making a frozen dataclass with as many fields takes ten times
@@ -90,6 +90,7 @@ class Pair(NamedTuple):
     largest_absolute: float
     largest_relative: float
     on_pattern: bool
+    exhaustive: bool = True
 
 
 @dataclass(frozen=True)

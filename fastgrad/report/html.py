@@ -248,7 +248,7 @@ def _pair_row(report: ReportData, pair: Pair) -> tuple[str, ...]:
     return (
         messages.jacobian_name(report, pair),
         f"{pair.entries:,}",
-        f"{pair.mismatches:,}",
+        messages.mismatches_text(pair),
         f"{pair.largest_absolute:.3g}",
         f"{pair.largest_relative:.3g}",
         verdict,

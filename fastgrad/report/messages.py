@@ -259,7 +259,7 @@ _HEADLINES: dict[FailureKind, str] = {
     "dtype": "the dtype of a gradient differs from that of its input",
     "size": "the size of a gradient differs from that of its input",
     "nondeterministic": "two runs of {derivative} with the same {vector} differ",
-    "nondeterministic func": "func gives different values for the same inputs",
+    "nondeterministic func": "{varying} gives different values for the same inputs",
     "nonlinear": "{derivative} is not linear",
     "raises": "{derivative} raises for some {vector}s, but not for all",
     "not multiplied by grad_output": "the gradient of {input} is not zero for a zero grad_output",
@@ -285,9 +285,19 @@ def _headline(report: ReportData, failure: Failure) -> str:
     output, input_ = names_of(report, failure)
     derivative, vector = ("the jvp", "tangent") if failure.mode == "forward" else ("backward", "grad_output")
     text = _HEADLINES[failure.kind].format(
-        output=output, input=input_, derivative=derivative, vector=vector, detail=failure.detail
+        output=output,
+        input=input_,
+        derivative=derivative,
+        vector=vector,
+        varying=varying(report.settings),
+        detail=failure.detail,
     )
     return _with_cause(report, f"{function}: {text}")
+
+
+def varying(settings: Settings) -> str:
+    """What is not deterministic if the checked function is not; for second derivatives, it calls func and backward."""
+    return "func" if settings.order == 1 else "func or its backward"
 
 
 _OF_ORDER = {1: "", 2: "backward of ", 3: "second backward of ", 4: "third backward of "}
@@ -377,7 +387,7 @@ _PHRASES: dict[FailureKind, str] = {
     "grad, but it is {detail} for {output} with respect to {input}.",
     "dtype": "Gradient has dtype mismatch: a gradient of {output} does not have the dtype of its input.",
     "size": "Analytical gradient has incorrect size for {output}.",
-    "nondeterministic func": "func is not deterministic: {detail}.",
+    "nondeterministic func": "{varying} is not deterministic: {detail}.",
     "nonlinear": "{derivative} is not linear in {vector}: {detail}.",
     "raises": "{derivative} raises for some values of {vector}, but not for all: {detail}.",
     "not multiplied by grad_output": "backward not multiplied by grad_output: with a zero grad_output the gradient of "
@@ -428,6 +438,7 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
         derivative="jvp" if forward else "backward",
         vector="its tangent" if forward else "grad_output",
         batched=_batched_note(failure),
+        varying=varying(report.settings),
     )
 
 
@@ -511,6 +522,11 @@ def _wrong(comparison: Comparison) -> str:
 
 def _extent(comparison: Comparison) -> str:
     return f"{'' if comparison.exhaustive else 'at least '}{comparison.mismatches} of {_entries(comparison)}"
+
+
+def mismatches_text(pair: Pair) -> str:
+    """The number of entries of a pair that differ at eps."""
+    return f"{'' if pair.exhaustive else 'at least '}{pair.mismatches:,}"
 
 
 def _entries(comparison: Comparison | Pair) -> str:

@@ -190,7 +190,9 @@ def located_pair(failure: Failure, comparison: Comparison) -> Pair:
     known = cast("tuple[int, int, int, int]", places)  # a mismatch has them all
     counts = comparison.entries, comparison.mismatches
     largest = comparison.largest_absolute, comparison.largest_relative
-    return Pair(*known, failure.part, failure.mode, *counts, False, *largest, comparison.on_pattern)
+    return Pair(
+        *known, failure.part, failure.mode, *counts, False, *largest, comparison.on_pattern, comparison.exhaustive
+    )
 
 
 def _extent(entries: list[Entry], output: Block, input_: Block) -> Extent:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastgrad.core import native, torch_private
 from fastgrad.core.phases import phase
 from fastgrad.core.random import BATCH_STREAM, TANGENT_STREAM, uniform_like
+from fastgrad.core.tensors import element_index
 from fastgrad.engines.blocks import MAX_CACHED
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
@@ -115,9 +116,20 @@ def check_undefined_tangents(problem: Problem, settings: Settings) -> Failure | 
         with_zero, with_none = (problem.jvp([*random[:k], tangent, *random[k + 1 :]]) for tangent in (zero, None))
         for output, left, right in zip(problem.outputs, with_zero, with_none, strict=True):
             if not _allclose(left, right):
-                detail = f"{right} for the undefined tangent, {left} for zero"
+                detail = _worst_text(left, right)
                 return Failure.at("undefined tangent", output, block, mode="forward", detail=detail)
     return None
+
+
+def _worst_text(with_zero: Tensor | None, with_none: Tensor | None) -> str:
+    """The values of two tangents of an output, None for zero, at the element where they differ most."""
+    like = with_zero if with_zero is not None else with_none
+    assert like is not None
+    left, right = (torch.zeros_like(like) if value is None else value for value in (with_zero, with_none))
+    worst = int((left - right).abs().nan_to_num(torch.inf).argmax())
+    index = list(element_index(worst, tuple(like.shape)))
+    found, expected = (value.reshape(-1)[worst].item() for value in (right, left))
+    return f"at {index}, it is {found:.6g} for the undefined tangent and {expected:.6g} for zero"
 
 
 def _allclose(left: Tensor | None, right: Tensor | None) -> bool:

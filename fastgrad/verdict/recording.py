@@ -12,15 +12,28 @@ from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 from fastgrad.report.failure import Failure, FailureKind
 from fastgrad.report.settings import Settings
+from fastgrad.verdict.repeated_rows import nondeterministic_func
+
+REPEATS = 2
+"""Number of times that two different gradients are computed again; one repetition may agree by chance."""
 
 
 def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | None:
     """The failure if gradients with and without create_graph=True differ by more than the tolerances.
 
-    Training uses gradients without create_graph=True. Second derivatives are those of gradients with it.
+    Training uses gradients without create_graph=True. Second derivatives are those of gradients with it. If gradients
+    of the same kind differ, too, func or its backward is not deterministic.
     """
     recorded, unrecorded = problem.base(), problem.evaluate(False, problem.zero_displacement())
-    return _difference(problem, settings, "recorded gradient", "with it", recorded, "without", unrecorded)
+    failure = _difference(problem, settings, "recorded gradient", "with it", recorded, "without", unrecorded)
+    if failure is None:
+        return None
+    for _ in range(REPEATS):
+        for records, known in ((True, recorded), (False, unrecorded)):
+            again = problem.evaluate(records, problem.zero_displacement())
+            if _difference(problem, settings, "nondeterministic func", "first", known, "later", again) is not None:
+                return nondeterministic_func(problem.outputs[0], "at the inputs")
+    return failure
 
 
 def check_new_grad_outputs(problem: Problem, settings: Settings, backward: Backward) -> Failure | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -103,6 +104,53 @@ def test_wrong_jvps_are_named(dtype: torch.dtype, tangent: Any, headline: str) -
     assert any(line.startswith(headline) for line in str(raised.value).splitlines()[:2])
     assert raised.value.report.failure is not None
     assert raised.value.report.failure.mode == "forward"
+
+
+@pytest.mark.parametrize("right", [1, 3, 5])
+def test_a_jvp_that_is_wrong_after_some_calls_is_not_deterministic(right: int) -> None:
+    calls = 0
+
+    def tangent(x: Tensor, t: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return 2 * x * t * (1 if calls <= right else 0.5)
+
+    keywords = {"check_forward_ad": True, "check_undefined_grad": False}
+    report = check(Squared.with_tangent(tangent), (leaf(5),), Settings(**keywords))
+    assert report.failure is not None
+    assert report.failure.kind == "nondeterministic"
+    assert "was first" in report.failure.detail
+    assert report.causes == ()
+
+
+class Product(torch.autograd.Function):
+    """a * b; an undefined tangent of a counts as ones."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
+        ctx.set_materialize_grads(False)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        return (None, None) if grad is None else (grad * b, grad * a)
+
+    @staticmethod
+    def jvp(ctx: Any, s: Tensor | None, t: Tensor | None) -> Tensor:
+        a, b = ctx.saved_tensors
+        s = torch.ones_like(a) if s is None else s
+        return s * b if t is None else s * b + a * t
+
+
+def test_an_undefined_tangent_is_reported_with_one_element() -> None:
+    report = check(Product.apply, (leaf(700), leaf(700)), Settings(check_forward_ad=True))
+    assert report.failure is not None
+    assert report.failure.kind == "undefined tangent"
+    words = r"at \[\d+\], it is \S+ for the undefined tangent and \S+ for zero"
+    assert re.fullmatch(words, report.failure.detail)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -252,7 +252,8 @@ def test_what_a_full_jacobian_tells(change: Callable[[Tensor], Tensor], cause: C
         (1 / math.pi, "the factor 3.142 is missing, perhaps pi"),
         (180 / math.pi, "the factor 0.01745 is missing, perhaps pi / 180 (degrees to radians)"),
         (math.pi / 180, "the factor 57.3 is missing, perhaps 180 / pi (radians to degrees)"),
-        (3.1, "the factor 0.3226 is missing"),
+        (3.1, "the factor 0.3226 is missing, or the factor 3.1 is superfluous"),
+        (1 / 3.1, "the factor 3.1 is missing"),
     ],
 )
 def test_named_factors(factor: float, text: str) -> None:

@@ -202,6 +202,59 @@ def test_large_jacobians_that_are_rearranged(backward: Callable[[Tensor, Tensor]
     assert report.causes[0].name == cause, report.causes
 
 
+@pytest.mark.parametrize("keywords", [{"fast_mode": True}, {"engine": "compressed"}])
+@pytest.mark.parametrize("size", [2990, 3001])
+def test_the_last_tile_begins_where_entries_are_wrong(size: int, keywords: dict[str, Any]) -> None:
+    """A sample of few entries also fits larger tiles, which begin at entries that are right."""
+    report = check(Counted(1.0, lambda x: 1 + 0.5 * (torch.arange(size) >= 2976)), leaf(size), Settings(**keywords))
+    assert report.causes[0].text.startswith("wrong only in the last tile: from index 2976 (a multiple of 32) along")
+    for cause in report.causes:
+        if cause.name == "boundary":
+            assert f"the last {size - 2976} positions" in cause.text
+
+
+@pytest.mark.parametrize(
+    ("threshold", "text"), [(-1.7, None), (-1.0, "wrong only where x < -1"), (0.0, "wrong only where x < 0")]
+)
+def test_a_threshold_in_a_sample_is_tested_next_to_it(threshold: float, text: str | None) -> None:
+    report = check(Counted(1.0, lambda x: 1 + 0.5 * (x < threshold)), leaf(3000), Settings(fast_mode=True))
+    said = [cause.text for cause in report.causes if cause.name == "region" and not cause.text.startswith("in a")]
+    assert said == ([] if text is None else [text])
+
+
+class OfGraph(torch.autograd.Function):
+    """sin, with a gradient that is wrong in each but the first backward of a graph; no tensor changes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        wrong = hasattr(ctx, "used")
+        ctx.used = True
+        return g * x.cos() * (1.5 if wrong else 1)
+
+
+def test_state_on_ctx_is_no_saved_tensor() -> None:
+    (cause,) = check(OfGraph.apply, leaf(5), Settings()).causes
+    assert cause.text.startswith("backward changes what it reads, a tensor that forward saved or state on ctx: another")
+
+
+def test_a_backward_that_is_wrong_in_some_calls() -> None:
+    calls = 0
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return g * x.cos() * (1 if calls % 3 else 1.5)
+
+    (cause,) = check(function(torch.sin, backward), leaf(5), Settings()).causes
+    assert cause.text.startswith("repeated calls of backward give different values: ")
+
+
 def one_input(**keywords: Any) -> Report:
     return check(Counted(), leaf(4), Settings(**keywords))
 

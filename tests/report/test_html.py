@@ -104,6 +104,14 @@ def test_the_page_of_a_passed_check() -> None:
     assert "JVPs" in Page(run(torch.sin, uniform(3), check_forward_ad=True).to_html()).text
 
 
+@pytest.mark.parametrize(("fast", "said"), [(False, "50"), (True, "at least 1")])
+def test_entries_that_were_not_examined_are_not_counted_as_right(fast: bool, said: str) -> None:
+    report = run(scaled(0), uniform(50), fast_mode=fast)
+    (pair,) = report.pairs
+    assert pair.exhaustive != fast
+    assert f'<td class="number">{said}</td>' in report.to_html()
+
+
 def test_a_page_needs_nothing_else(text_of_failed: str) -> None:
     text = text_of_failed
     page = Page(text)

@@ -594,7 +594,7 @@ def synthetic() -> Report:
         notes=("a <note>",),
         sample=sample,
         causes=(Cause("sign", "the sign is < wrong", "all & sundry", 0.8),),
-        pairs=(Pair(0, 1, 0, 2, "all", "reverse", 9, 0, True, 0.0, math.inf, True),),
+        pairs=(Pair(0, 1, 0, 2, "all", "reverse", 9, 2, False, 0.0, math.inf, True, False),),
         certificates=(Certificate("a < b", "by > 2 vectors", 1e-5),),
         undecided=1e-3,
         phases={"numerical columns": 0.25},
