@@ -21,6 +21,11 @@ CHANCE = 0.05
 CHANCE_IN_SAMPLE = 0.35
 """The same for a rule that is named only if the entries outside of a sample confirm it."""
 
+CHANCE_OF_HALO = 0.35
+"""The same for the ends along a dimension along which elements depend on each other, where mistakes are common."""
+
+_HALO = ": padding, or a halo"
+
 JUMP = 30.0
 """Least ratio of the errors in a region to those outside it; both are relative to the allowed error."""
 
@@ -152,9 +157,9 @@ def place_causes(
             if not is_right[cause.text]:
                 continue
             cause = replace(cause, measure=f"{cause.measure}; random sums of the other entries agree")
-        elif rule.chance > CHANCE:
-            continue
         elif rule.sampled is not None:
+            if rule.chance > CHANCE:
+                continue
             text = f"in a sample of {sample.failing.numel()} entries, {cause.text}"
             cause = replace(cause, text=text, confidence=IN_SAMPLE * cause.confidence)
         found.append(cause)
@@ -236,12 +241,14 @@ def _rule(
     base: float,
     covers: Covers,
     edges: tuple[Covers, ...] = (),
+    max_chance: float = CHANCE,
 ) -> Rule | None:
     """A rule that fits all wrong and no right elements; None if chance may explain it.
 
-    chance: the probability that it fits by chance; base: its confidence if the probability is zero.
+    chance: the probability that it fits by chance; max_chance: the largest such probability at which the rule is still
+    returned if all elements are known; base: its confidence if the probability is zero.
     """
-    if chance > (CHANCE if places.is_complete else CHANCE_IN_SAMPLE):
+    if chance > (max_chance if places.is_complete else CHANCE_IN_SAMPLE):
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
     wrong = {1: "the only wrong element", 2: "both wrong elements"}.get(bad, f"all {bad} wrong elements")
@@ -330,16 +337,17 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
         where = " and ".join(
             [f"the first {_several(first)}"] * bool(first) + [f"the last {_several(last)}"] * bool(last)
         )
-        text = f"wrong only at {where} along dimension {dim} of {name}: padding, or a halo"
         mixes = places.mixing is None or dim in places.mixing
+        hint, most_chance = (_HALO, CHANCE_OF_HALO) if dim in (places.mixing or ()) else ("", CHANCE)
+        text = f"wrong only at {where} along dimension {dim} of {name}{hint}"
         if first and last:
             base = 0.93
         elif first + last > 1 or len(places.shape) == 1:
             base = 0.9
         else:  # a single wrong row may be the first or last one by chance
             base = 0.91 if mixes and (places.mixing is not None or dim >= 2) else 0.7
-        edges = _edges([(dim, low, high)], places.shape)
-        return _rule("boundary", text, places, 2 * places.chance(), base, _outside(low, high, [dim]), edges)
+        covers, edges = _outside(low, high, [dim]), _edges([(dim, low, high)], places.shape)
+        return _rule("boundary", text, places, 2 * places.chance(), base, covers, edges, most_chance)
     right = index[~bad]
     if right.numel() and len(places.shape) > 1:
         low_corner, high_corner = right.amin(0), right.amax(0)
@@ -347,7 +355,7 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
         sizes, dims = torch.tensor(places.shape, device="cpu"), list(range(len(places.shape)))
         margins = torch.maximum(low_corner, sizes - 1 - high_corner)
         if not bool(within.any()) and int((margins > 0).sum()) > 1 and bool((margins <= sizes // 3).all()):
-            text = f"wrong only along the borders of {name}: padding, or a halo"
+            text = f"wrong only along the borders of {name}{_HALO if places.mixing else ''}"
             covers = _outside(low_corner, high_corner, dims)
             edges = _edges(list(zip(dims, low_corner.tolist(), high_corner.tolist(), strict=True)), places.shape)
             return _rule("boundary", text, places, 2 * places.chance(), 0.93, covers, edges)

@@ -388,7 +388,7 @@ def test_a_rule_that_fits_a_sample_is_stated_of_the_sample() -> None:
     report = report_of(a, n, ((30,), (30,)))
     report = replace(report, sample=replace(report.sample, complete=False))
     cause = next(cause for cause in diagnose(report) if cause.name == "boundary")
-    text = "wrong only at the first 2 positions along dimension 0 of in0: padding, or a halo"
+    text = "wrong only at the first 2 positions along dimension 0 of in0"
     assert cause.text == f"in a sample of 900 entries, {text}"
     assert cause.confidence < HEADLINE_CONFIDENCE
     cause = diagnose(replace(report, evidence=Evidence(places=((text, True),))))[0]

@@ -93,6 +93,18 @@ def test_an_element_that_was_selected_wrongly_is_not_shifted() -> None:
             assert not {"rolled", "permuted", "saved tensor"} & {cause.name for cause in report.causes}
 
 
+def test_a_halo_needs_a_dimension_along_which_elements_depend_on_each_other() -> None:
+    def ends(report: Report) -> list[str]:
+        return [cause.text for cause in report.causes if cause.name == "boundary"]
+
+    last = torch.arange(12) >= 10
+    report = failed(torch.sin, lambda g, x: g * torch.where(last, x, x.cos()), draws(12)[0])
+    assert ends(report) == ["wrong only at the last 2 positions along dimension 0 of in0"]
+    neighbors = torch.eye(12).double() + torch.eye(12).double().roll(1, 0).tril()
+    report = failed(lambda x: neighbors @ x, lambda g, x: neighbors.t() @ g.masked_fill(last, 0.0), draws(12)[0])
+    assert ends(report) == ["wrong only at the last 3 positions along dimension 0 of in0: padding, or a halo"]
+
+
 def test_nearly_equal_entries_do_not_show_a_factor() -> None:
     x = numbers(1.0, 1.0001)
     report = failed(lambda x: x**3 / 3, lambda g, x: g * (x * x + 0.3), x)

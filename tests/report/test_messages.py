@@ -279,7 +279,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     ),
     "last tile": (
         "probably wrong only in the last tile: from index 24 (a multiple of 8) along dimension 0 of in0, size 29",
-        "or wrong only at the last 5 positions along dimension 0 of in0: padding, or a halo",
+        "or wrong only at the last 5 positions along dimension 0 of in0",
         "and there " + ZERO,
     ),
     "triangle": (
