@@ -142,6 +142,8 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
         return
     if bool((a == 0).all()):
         others = (sample.analytical != 0) & torch.isin(sample.inputs, sample.inputs[sample.failing])
+        if not sample.complete and count < MIN_DISTINCT:
+            return  # too few entries to tell what the other wrong ones are
         if not bool(others.any()) and evidence.vanishes is not False:
             yield _zero(count, 0.87, order)
         elif sample.complete:

@@ -87,10 +87,10 @@ def test_a_wrong_mask_of_few_elements_is_no_changed_tensor(
 
 
 def test_an_element_that_was_selected_wrongly_is_not_shifted() -> None:
-    for x in draws(40, 5):
+    for x in draws(40, 3) + draws(400, 2):
         for fast in (False, True):
             report = failed(lambda x: x.min(), lambda g, x: g * (x == x.max()), x.clone(), fast)
-            assert not {"rolled", "permuted", "saved tensor"} & {cause.name for cause in report.causes}
+            assert not {"rolled", "permuted", "saved tensor", "zero gradient"} & {cause.name for cause in report.causes}
 
 
 def test_a_halo_needs_a_dimension_along_which_elements_depend_on_each_other() -> None:
