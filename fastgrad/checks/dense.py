@@ -108,6 +108,7 @@ def _nonzero_numerical(
             column, row = (int(i) for i in columns.nonzero()[0])
             output, block = block_with(problem.outputs, row), block_with(problem.inputs, first + column)
             return Failure.at("nonzero numerical gradient", output, block, detail=f"{columns[column, row].item():.6g}")
+        del columns  # before the next ones are computed: the memory limit is for one block
     findings.certificates.append(Certificate("func does not depend on its inputs", "every column, bit by bit", 0.0))
     return None
 
@@ -155,6 +156,7 @@ def _jacobian_failure(
                     return failure
         if forward is not None:
             forward.add(first, columns)
+        del columns  # before the next ones are computed: the memory limit is for one block
     if rows_remain and linearity is not None:
         failure = _linearity_failure(problem, linearity, settings)
         if failure is not None:
@@ -203,6 +205,10 @@ class ForwardComparison:
 
     def add(self, first: int, columns: Tensor) -> None:
         """Compares the numerical columns from `first` on, shape (count, m), with JVPs: one evaluation each."""
+        for start, some in dense.pieces_of_columns(self._problem, self._plan, first, columns):
+            self._add(start, some)
+
+    def _add(self, first: int, columns: Tensor) -> None:
         tangents, domains_match = self._problem.tangent_columns(first, columns.shape[0])
         self._domains_match &= domains_match
         for block in dense.tangent_blocks(self._problem, first, columns, tangents):

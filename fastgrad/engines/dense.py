@@ -14,6 +14,7 @@ from torch import Tensor
 from fastgrad.core.native import GradientsMatch, Rows
 from fastgrad.engines import executor
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock
+from fastgrad.engines.plan import MIN_COLUMNS
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
@@ -70,8 +71,29 @@ def row_blocks(
             start += block.size
 
 
+def pieces_of_columns(problem: Problem, plan: Plan, first: int, columns: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yields the numerical columns from `first` on, shape (count, m), in pieces as large as a block of rows.
+
+    Forward mode computes the columns of one piece at a time. The two coordinates of a complex element are in the same
+    piece.
+    """
+    start, last = first, first + columns.shape[0]
+    most = max(MIN_COLUMNS, plan.rows_per_block * problem.n // max(1, problem.m))
+    while start < last:
+        end = _end_of_pass(problem, start, min(start + most, last))
+        yield start, columns[start - first : end - first]
+        start = end
+
+
+def _end_of_pass(problem: Problem, first: int, last: int) -> int:
+    """The coordinate, at most `last`, before which a pass over columns from `first` on may end."""
+    block = next(block for block in problem.inputs if last <= block.end)
+    # The two coordinates of a complex element must be in the same pass.
+    return last - (last - block.first) % 2 if block.is_complex and last - first > 1 else last
+
+
 def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tensor) -> Iterator[TangentBlock]:
-    """One pass of forward mode: the columns of `Problem.tangent_columns` against the numerical ones."""
+    """One piece of forward mode: the columns of `Problem.tangent_columns` against the numerical ones."""
     for block in _inputs_within(problem, first, columns):
         low, high = max(block.first, first), min(block.end, first + columns.shape[0])
         parts: tuple[Part, ...] = ("real", "imaginary") if block.is_complex else ("all",)
@@ -130,12 +152,8 @@ def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Itera
         yield 0, torch.empty(0, problem.m, dtype=torch.float64, device=problem.device)
     first = 0
     while first < problem.n:
-        last = min(first + plan.columns_per_pass, problem.n)
-        block = next(block for block in problem.inputs if last <= block.end)
-        if block.is_complex and last - first > 1:
-            last -= (last - block.first) % 2  # the two coordinates of a complex element must be in the same pass
-        columns = _columns(problem, plan, settings, first, last - first)
-        yield first, columns
+        last = _end_of_pass(problem, first, min(first + plan.columns_per_pass, problem.n))
+        yield first, _columns(problem, plan, settings, first, last - first)  # not kept here while the next are computed
         first = last
 
 

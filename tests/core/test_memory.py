@@ -251,6 +251,22 @@ def test_dense_jacobians_take_what_the_plan_says(setup: str) -> None:
     assert planned < 1.5 * whole
 
 
+@pytest.mark.parametrize("modes", ["", "check_forward_ad=True", "check_forward_ad=True, check_backward_ad=False"])
+def test_a_memory_limit_holds_in_each_mode(modes: str) -> None:
+    # A whole Jacobian takes 64 MB. Columns of one pass are released before those of the next pass are computed, and
+    # forward mode holds one piece of its own columns at a time.
+    setup = """
+func = lambda x: (x.sin().sum() + torch.arange(8000, dtype=torch.float64)).sin()
+x = torch.randn(1000, dtype=torch.float64, requires_grad=True)
+fastgrad.check(func, x[:2].detach().requires_grad_(), engine="dense", check_forward_ad=True)  # memory of imports
+"""
+    limit = 24_000_000
+    grown, planned, engine = measured(setup, f"engine='dense', memory_limit={limit}, {modes}")
+    assert engine == "dense"
+    assert planned <= limit + (1 << 20)
+    assert grown <= planned + (6 << 20)  # for the interpreter, func, and the vectors of the linearity test
+
+
 def test_a_memory_limit_holds_a_sparse_jacobian() -> None:
     grown, planned, engine = measured(
         "func = lambda x: x.softmax(-1); x = torch.randn(16, 400, dtype=torch.float64, requires_grad=True)",
