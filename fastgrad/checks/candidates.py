@@ -7,7 +7,7 @@ from functools import partial
 
 from fastgrad.engines import compressed
 from fastgrad.engines.compressed import Compression
-from fastgrad.engines.plan import detection_budget, takes_long
+from fastgrad.engines.plan import column_evaluations, detection_budget, takes_long
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
@@ -34,15 +34,19 @@ class Candidates:
     """
 
     def __init__(self, problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls) -> None:
-        self._problem, self._look = problem, look
-        patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look), calls.vjp)
+        self._problem, self._settings, self._look = problem, settings, look
+        vjp = calls.vjp if settings.check_backward_ad else None
+        patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look), vjp)
         self.patterns = patterns
-        finders: list[Callable[[], Pattern | None]] = [patterns.guess, patterns.decode, patterns.probe, patterns.align]
-        if takes_long(2 * problem.n + problem.m, look):
+        # Without a backward, patterns are found by evaluations alone.
+        probe = partial(patterns.probe, watch_gradients=settings.check_backward_ad)
+        decode = [patterns.decode] if settings.check_backward_ad else []
+        finders: list[Callable[[], Pattern | None]] = [patterns.guess, *decode, probe, patterns.align]
+        if takes_long(column_evaluations(settings) * problem.n + problem.m, look):
             # Dense rows and columns may hide the sparsity of the rest from all probes. All entries may even be in such
             # rows and columns.
-            brief = partial(patterns.probe, most=BRIEF_PROBES)
-            finders[2:] = [brief, partial(brief, splits_hubs=True), patterns.probe, patterns.align, patterns.dense]
+            brief = partial(probe, most=BRIEF_PROBES)
+            finders[-2:] = [brief, partial(brief, splits_hubs=True), probe, patterns.align, patterns.dense]
         self._finders = iter(finders)
         self._guess_finders = patterns.guess, patterns.decode, patterns.align
         self.pattern: Pattern | None = None
@@ -63,7 +67,7 @@ class Candidates:
             self.pattern = find()
             self.is_guess = find in self._guess_finders
         rows: Mask | None = None
-        if self._certifies and takes_long(2 * self.pattern.most_in_row, self._look):
+        if self._certifies and takes_long(column_evaluations(self._settings) * self.pattern.most_in_row, self._look):
             dense = self.pattern.dense_rows()
             rows = dense if dense.any() else None
         problem, excluded = self._problem, (rows, self._excluded_columns)

@@ -19,6 +19,7 @@ from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch
 from fastgrad.core.progress import Progress
+from fastgrad.engines import cost_model
 from fastgrad.engines.plan import (
     compares_undecided_entries,
     dense_is_small,
@@ -310,7 +311,8 @@ def _all_entries(
     plan = make_plan(problem, settings, look)
     plan = replace(plan, reason=plan.reason + obstacle) if obstacle else plan
     count = 2 * problem.n + problem.m
-    problem.progress.start(count, look.measured * count if look else 0.0, f"{count} calls")
+    evaluations = count + cost_model.COSTS.jvp_evaluations * problem.n * settings.check_forward_ad
+    problem.progress.start(count, look.measured * evaluations if look else 0.0, f"{count} calls")
     while True:
         own = Findings(backward=findings.backward, early=findings.early, columns=findings.columns)
         try:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fastgrad.checks.candidates import Candidates
 from fastgrad.checks.pattern_verdict import PatternVerdict
 from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
+from fastgrad.checks.sketch_forward import screen_forward
 from fastgrad.core.errors import unless_rejected
 from fastgrad.core.phases import phase
 from fastgrad.engines import compressed, cost_model
@@ -66,9 +67,9 @@ def check_by_structure(
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
     problem.forget_outputs()
-    if not settings.check_backward_ad:
-        return _forward_only(problem, settings, look, findings)
     candidates = Candidates(problem, settings, look, calls)
+    if not settings.check_backward_ad:
+        return _forward_only(problem, settings, look, findings, candidates)
     outcome: Outcome | None = None
     for _ in range(ATTEMPTS):
         compression = candidates.compress()
@@ -161,7 +162,11 @@ def _answer(
     elif found is None:
         verdict.record()
         if settings.check_forward_ad:
-            forward = verdict.forward(plan)
+            forward = _forward(problem, settings, verdict, plan)
+            if forward is None and verdict.compression.excluded_rows is not None:
+                candidates.exclude_nothing()
+                verdict.repeat_suspects()
+                return "pattern"
             if forward is None:
                 return "dense engine"
             found = forward if isinstance(forward, Failure) else None
@@ -169,20 +174,23 @@ def _answer(
     return plan, found
 
 
-def _forward_only(problem: Problem, settings: Settings, look: FirstLook, findings: Findings) -> Outcome | None:
+def _forward_only(
+    problem: Problem, settings: Settings, look: FirstLook, findings: Findings, candidates: Candidates
+) -> Outcome | None:
     """Like `check_by_structure` if only forward mode is checked: the pattern is found and certified by func alone."""
-    patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look))
-    finders = patterns.guess, partial(patterns.probe, watch_gradients=False), patterns.align
-    for pattern in filter(None, (find() for find in finders)):
-        compression = compressed.compress(pattern, problem.inputs, problem.outputs, problem.device)
+    for _ in range(ATTEMPTS):
+        compression = candidates.compress()
+        if compression is None:
+            break
         if not pays_to_compress(problem, settings, compression.column_groups.count, 0):
+            candidates.pattern = None
             continue
         plan = _plan(problem, settings, look, compression)
         verdict = unless_rejected(partial(PatternVerdict, problem, settings, plan, compression, look))
         if verdict is None:  # func may accept only single steps
             break
         if not verdict.numerical_suspects:
-            found = verdict.forward(verdict.plan)
+            found = _forward(problem, settings, verdict, verdict.plan)
             explains_func = isinstance(found, Tensor) and verdict.of_func.certify(found) == []
             if explains_func and not verdict.of_func.may_hide_entries:
                 findings.certificates.append(verdict.of_func.certificate())
@@ -192,8 +200,28 @@ def _forward_only(problem: Problem, settings: Settings, look: FirstLook, finding
                 findings.add(verdict.findings)
                 return verdict.plan, found
         verdict.repeat_differences()
-    patterns.repeat_suspects()
+        if compression.leaves_out:
+            candidates.exclude_nothing()
+        else:
+            candidates.pattern = None
+    candidates.patterns.repeat_suspects()
     return None
+
+
+def _forward(problem: Problem, settings: Settings, verdict: PatternVerdict, plan: Plan) -> Failure | Tensor | None:
+    """As `PatternVerdict.forward`, also for the rows that are left out of the pattern."""
+    found, rows = verdict.forward(plan), verdict.compression.excluded_rows
+    if rows is None or not isinstance(found, Tensor):
+        return found
+    screening = screen_forward(problem, settings, rows)
+    if screening.undecided is not None or (screening.failure is not None and screening.failure.kind == "nonlinear"):
+        # One of many JVPs may have been wrong only once.
+        return verdict.jvps_vary() or screening.failure
+    if screening.failure is not None:
+        return screening.failure
+    problem.unexplained_jvps = None
+    _note_certified_rows(settings, verdict.findings, rows, screening, "in forward mode, ")
+    return found
 
 
 def _plan(problem: Problem, settings: Settings, look: FirstLook, compression: Compression) -> Plan:
@@ -253,9 +281,7 @@ def _screen_excluded(problem: Problem, settings: Settings, compression: Compress
         screening = screen(problem, settings, rows=compression.excluded_rows)
         if screening.failure is not None or screening.undecided is not None:
             return screening
-        _note_certified(findings, int(compression.excluded_rows.sum()), "row", screening)
-        if screening.bound > SMALL_BOUND * settings.atol:
-            findings.note_undecided(settings.of_entries(screening.bound))
+        _note_certified_rows(settings, findings, compression.excluded_rows, screening)
     if compression.excluded_columns is None:
         return Screening()
     # If there are few, they are screened one by one: a small entry would be lost in the rounding of other columns.
@@ -269,8 +295,18 @@ def _screen_excluded(problem: Problem, settings: Settings, compression: Compress
     return screening
 
 
-def _note_certified(findings: Findings, count: int, kind: str, screening: Screening) -> None:
-    names = f"{count} dense {kind}{'s' if count > 1 else ''}"
+def _note_certified_rows(
+    settings: Settings, findings: Findings, rows: Tensor, screening: Screening, mode: str = ""
+) -> None:
+    _note_certified(findings, int(rows.sum()), "row", screening, mode)
+    if screening.bound > SMALL_BOUND * settings.atol:
+        findings.note_undecided(settings.of_entries(screening.bound))
+
+
+def _note_certified(findings: Findings, count: int, kind: str, screening: Screening, mode: str = "") -> None:
+    names = f"{mode}{count} dense {kind}{'s' if count > 1 else ''}"
     findings.notes.append(f"{names} certified by random vectors, not compared entry by entry")
     for certificate in screening.certificates:
-        findings.certificates.append(replace(certificate, claim=f"in {names}, {certificate.claim}"))
+        # The claims of forward mode name it.
+        claim = f"in {names.removeprefix(mode)}, {certificate.claim}"
+        findings.certificates.append(replace(certificate, claim=claim))

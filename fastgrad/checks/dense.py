@@ -120,8 +120,7 @@ def _jacobian_failure(
     nothing_to_compare = not problem.n and all(block.elements is None for block in problem.inputs)
     if not problem.m or nothing_to_compare:
         return None
-    columns = findings.columns
-    backward, rows_remain = findings.backward, settings.check_backward_ad
+    columns, backward, rows_remain = findings.columns, findings.backward, settings.check_backward_ad
     if columns is None and backward is not None:
         columns = dense.columns_one_by_one(problem, settings, 0, problem.n, plan.record_graph)
     columns_at_hand = iter([(0, columns)]) if columns is not None else dense.numerical_columns(problem, plan, settings)

@@ -37,11 +37,14 @@ class _Entries:
 
     Attributes
     ----------
+    compression
+        The pattern with its groups.
     of_func
         The certificate of the numerical entries.
     """
 
     _of_backward: AnalyticalCertificate
+    _of_jvp: TangentCertificate | None
     _statistics: list[float]
 
     def __init__(
@@ -56,7 +59,7 @@ class _Entries:
         self._problem = problem
         self._settings = settings
         self.plan = plan
-        self._compression = compression
+        self.compression = compression
         self._calls = calls
         self.findings = Findings()
         self._values_of_groups: Tensor | None = None
@@ -72,7 +75,7 @@ class _Entries:
 
     def _entries(self, plan: Plan | None = None) -> Tensor:
         """The numerical entries as a plan, by default the current one, computes them: float64, shape (nnz,)."""
-        return compressed.numerical_entries(self._problem, plan or self.plan, self._compression, self._settings.eps)
+        return compressed.numerical_entries(self._problem, plan or self.plan, self.compression, self._settings.eps)
 
     def _measure(self) -> None:
         numerical = self._entries()
@@ -130,7 +133,7 @@ class _Entries:
         changes entries, other entries may also be sums. In this case, only an entry that was computed separately is
         reported. may_be_sums: whether the pattern is already known to lack entries.
         """
-        rows, columns, excluded = self._compression.rows, self._compression.columns, self._compression.excluded_rows
+        rows, columns, excluded = self.compression.rows, self.compression.columns, self.compression.excluded_rows
         excess = self._excesses(slice(None))
         differing = (~(excess <= 1)).nonzero().reshape(-1)
         worst = differing[excess[differing].nan_to_num(torch.inf).argsort(descending=True)]
@@ -167,20 +170,20 @@ class _Entries:
     def _excesses(self, entries: Tensor | slice) -> Tensor:
         """|analytical - numerical| divided by the allowed error, coordinate by coordinate: shape (entries,)."""
         numerical = self.numerical[entries]
-        atol, rtol = tolerances(self._problem, self._settings, self._compression.columns[entries])
+        atol, rtol = tolerances(self._problem, self._settings, self.compression.columns[entries])
         return (self._of_backward.values[entries] - numerical).abs() / (atol + rtol * numerical.abs())
 
     def _mismatch(self) -> Failure | None:
         """The failure of the first pair with an entry that is wrong by the allclose rule, in torch's order."""
         self.findings = Findings()  # earlier findings may count entries outside the pattern that were added to others
-        entries = self._compression, self._of_backward.values, self.numerical
+        entries = self.compression, self._of_backward.values, self.numerical
         return pattern_mismatch(self._problem, self.plan, *entries, self._settings, self.findings)
 
     def _record_pairs(self) -> None:
         """Records the comparison of each output and input, all of whose entries agree."""
         if self.findings.pairs:
             return  # some entries differed at eps, so all pairs were compared one by one
-        compression, own = self._compression, (self._settings.atol, self._settings.rtol)
+        compression, own = self.compression, (self._settings.atol, self._settings.rtol)
         is_only_pair = len(self._problem.inputs) == len(self._problem.outputs) == 1
         for output, block in itertools.product(self._problem.outputs, self._problem.inputs):
             if compression.leaves_out_pair(output, block):
@@ -210,7 +213,7 @@ class PatternVerdict(_Entries):
         """Whether columns from differentiating the backward are verified and, if so, the result as from `by_rows`."""
         problem = self._problem
         problem.graph()  # recorded here, so that an exception of func is not taken for one of its backward
-        values = unless_rejected(partial(compressed.linear_entries, problem, self._compression))
+        values = unless_rejected(partial(compressed.linear_entries, problem, self.compression))
         if values is None:  # the backward cannot be differentiated
             return False, None
         self._of_backward = self._certificate_of(values, self._calls)
@@ -223,7 +226,7 @@ class PatternVerdict(_Entries):
 
     def by_rows(self) -> Failure | Incomplete | None:
         """Compares and certifies entries from VJPs of row groups: a failure, what the pattern lacks, or None."""
-        problem, compression = self._problem, self._compression
+        problem, compression = self._problem, self.compression
         problem.graph()  # recorded here, so that an exception of func is not taken for one of its backward
         try:
             values, matches = compressed.analytical_entries(problem, compression)
@@ -273,7 +276,7 @@ class PatternVerdict(_Entries):
         before = self._values_of_groups
         if before is None:
             return False
-        again, _ = compressed.analytical_entries(self._problem, self._compression, repeat=False)
+        again, _ = compressed.analytical_entries(self._problem, self.compression, repeat=False)
         # Values may differ by rtol times the largest one. Values that are not finite must recur.
         own = self._settings.loosest()
         allowed = own.atol + self._settings.nondet_tol * self._problem.m
@@ -310,7 +313,7 @@ class PatternVerdict(_Entries):
 
     def _certificate_of(self, values: Tensor, calls: RepeatedCalls | None) -> AnalyticalCertificate:
         row_failure = self.of_func.row_failure
-        return AnalyticalCertificate(self._problem, self._settings, self._compression, values, row_failure, calls)
+        return AnalyticalCertificate(self._problem, self._settings, self.compression, values, row_failure, calls)
 
     def _certified(self) -> Failure | Incomplete | None:
         """Certifies that no entry lies outside the pattern, and that the backward is linear.
@@ -336,7 +339,7 @@ class PatternVerdict(_Entries):
             if found.unexplained is not None:
                 unexplained = max(found.unexplained, unexplained or 0.0)
             learnt.append((found.rows, found.columns))
-        found, pattern = incomplete(learnt), self._compression.pattern
+        found, pattern = incomplete(learnt), self.compression.pattern
         if found.rows.size and pattern.with_entries(found.rows, found.columns).nnz > pattern.nnz:
             return found
         return None if unexplained is None else incomplete([], unexplained=unexplained)
@@ -362,22 +365,27 @@ class PatternVerdict(_Entries):
         """Compares the entries by JVPs of column groups with the numerical ones, which must have been certified.
 
         Returns a failure or, if there is none, the entries by JVPs: float64, shape (nnz,). None: this pattern cannot
-        decide on forward mode. plan: how the numerical entries were computed.
+        decide on forward mode. plan: how the numerical entries were computed. Rows that are left out are not examined.
         """
-        if self._compression.leaves_out:
+        if self.compression.excluded_columns is not None:
             return None
-        made = partial(TangentCertificate, self._problem, self._settings, self._compression)
-        certificate = unless_rejected(made)  # jvp may raise for tangents that are not one-hot
+        made = partial(TangentCertificate, self._problem, self._settings, self.compression)
+        certificate = self._of_jvp = unless_rejected(made)  # jvp may raise for tangents that are not one-hot
         if certificate is None:
             return None
         if not unless_rejected(partial(certificate.certify, self.of_func.asked)):
             return unless_rejected(certificate.wrong_entry)
-        entries = self._compression, certificate.values, self.numerical
+        entries = self.compression, certificate.values, self.numerical
         failure = pattern_mismatch(self._problem, plan, *entries, self._settings, self.findings, "forward")
         if failure is not None:  # the jvp may also be wrong only for the sum of a group
             return failure if certificate.confirms_worst(self.numerical) else None
         self.findings.certificates.append(certificate.certificate())
         return certificate.values
+
+    def jvps_vary(self) -> Failure | None:
+        """The failure if the JVPs of `forward` have another sum when they run again."""
+        assert self._of_jvp is not None
+        return unless_rejected(partial(self._of_jvp.varies, self.of_func.asked))
 
     def record(self) -> None:
         """Records, for a check that passed, what was compared and what the certificates cover."""

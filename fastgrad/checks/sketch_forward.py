@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fastgrad.checks.sketch import MAX_STEPS, MAX_SUSPECTS, Screening, next_step, noise_varies
+from fastgrad.checks.sketch import (
+    LARGER,
+    MAX_STEPS,
+    MAX_SUSPECTS,
+    SMALL_BOUND,
+    SMALL_BOUND_STEPS,
+    Screening,
+    next_step,
+    noise_varies,
+)
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
@@ -23,7 +34,7 @@ from fastgrad.verdict.confirm import Found, difference_along, entry_at, located_
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.negation import negation_failure
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION, nondeterministic_func, nonlinear_sum, raised_for
-from fastgrad.verdict.tangents import combined_tangents, repeated_tangents_failure, sums_certificate
+from fastgrad.verdict.tangents import changed_sum, combined_tangents, repeated_tangents_failure, sums_certificate
 
 SMALLEST_SHARE = 1 / 8
 """If an entry is wrong for tangents of one sign, the sum of JVPs that must be zero contains at least this share of the
@@ -32,9 +43,13 @@ error: magnitudes of components are in [0.5, 1.5), and the factor of the second 
 
 
 @phase("forward-mode screen")
-def screen_forward(problem: Problem, settings: Settings) -> Screening:
-    """The verdict on all Jacobians in forward mode: J u against its difference, output by output."""
-    return _ForwardScreen(problem, settings).run()
+def screen_forward(problem: Problem, settings: Settings, rows: Tensor | None = None) -> Screening:
+    """The verdict on all Jacobians in forward mode: J u against its difference, output by output.
+
+    rows: mask of the rows to check, shape (m,); None: all. Selected rows must also explain `Problem.unexplained_jvps`,
+    and up to SMALL_BOUND_STEPS step sizes are tried for them, until the bound is small.
+    """
+    return _ForwardScreen(problem, settings, rows).run()
 
 
 class _ForwardScreen:
@@ -44,10 +59,11 @@ class _ForwardScreen:
     size then verifies this output only if it would reveal an error of the size that was seen.
     """
 
-    def __init__(self, problem: Problem, settings: Settings) -> None:
-        self._problem, self._settings = problem, settings
+    def __init__(self, problem: Problem, settings: Settings, rows: Tensor | None) -> None:
+        self._problem, self._settings, self._rows = problem, settings, rows
         self._count = sketch_size(settings.confidence)
-        self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device)
+        self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device) if rows is None else rows.clone()
+        self._smallest_bound = math.inf  # of the step sizes at which all selected rows were verified
         self._suspected = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
         # For each output, the size up to which errors may be hidden at the best step size so far.
         self._hidden = torch.full_like(self._suspected, torch.inf)
@@ -72,9 +88,11 @@ class _ForwardScreen:
                 raise_unless_of_func(error)
                 return Screening(raised_for("a random tangent", error, "forward"))
             failure = self._combination_failure(differences.directions, tangents) if attempt == 0 else None
+            failure = failure or (self._earlier_failure() if attempt == 0 else None)
             if failure is None and attempt == 0 and bool((self._excess(differences, tangents) > 1).any()):
+                allowed = self._allowed(differences, tangents)
                 failure = repeated_tangents_failure(
-                    problem, settings, differences.directions, [-1] * self._count, tangents
+                    problem, settings, differences.directions, [-1] * self._count, tangents, allowed
                 )
                 repeat = partial(measure, self._count, extrapolated=1)
                 tentative, extrapolated = differences, self._count  # enough evaluations to show that something is wrong
@@ -85,6 +103,12 @@ class _ForwardScreen:
             if failure is not None:
                 return Screening(failure)
             if not bool(self._pending.any()):
+                self._smallest_bound = min(self._smallest_bound, self._bound)
+                if not self._tries_larger_step(attempt):
+                    return self._verified()
+                self._bound, eps = settings.atol, eps * LARGER
+                continue
+            if math.isfinite(self._smallest_bound):
                 return self._verified()
             again = partial(measure, extrapolated=extrapolated)
             if attempt == 0 and noise_varies(problem, settings, base, differences, again):
@@ -103,10 +127,19 @@ class _ForwardScreen:
         _, match = problem.tangent_columns(settings.seed % problem.n, 1)
         return match or not settings.check_grad_dtypes
 
+    def _tries_larger_step(self, attempt: int) -> bool:
+        """Whether to check the selected rows again at a step at which rounding matters less; then they are pending."""
+        small = self._bound <= SMALL_BOUND * self._settings.atol
+        if self._rows is None or small or self._unresolved or self._nonlinear or attempt + 1 >= SMALL_BOUND_STEPS:
+            return False
+        self._pending = self._rows.clone()
+        return True
+
     def _verified(self) -> Screening:
+        bound = self._smallest_bound
         if self._unresolved or self._nonlinear:
-            return self._undecided(self._bound)
-        return Screening(certificates=(sums_certificate(self._count, self._bound, self._settings),))
+            return self._undecided(bound)
+        return Screening(certificates=(sums_certificate(self._count, bound, self._settings),), bound=bound)
 
     def _undecided(self, hidden: float) -> Screening:
         size = max(self._bound, self._unresolved, self._nonlinear, hidden)
@@ -163,22 +196,45 @@ class _ForwardScreen:
     def _combination_failure(self, directions: Tensor, tangents: Tensor) -> Failure | None:
         """The failure if the JVP of a combination of directions is not the same combination of their `tangents`."""
         combined, shares = combined_tangents(directions, self._settings.seed)
-        products = torch.cat([tangents[:2], self._problem.jvps_of(combined)])
-        return self._sum_failure((products * shares[:, None]).roll(2, 0), directions[1])
+
+        def terms(first_two: Tensor) -> Tensor:
+            products = torch.cat([first_two, self._problem.jvps_of(combined)])
+            return (products * shares[:, None]).roll(2, 0)
+
+        return self._sum_failure(
+            terms(tangents[:2]), lambda: terms(self._problem.jvps_of(directions[:2])), directions[1]
+        )
+
+    def _earlier_failure(self) -> Failure | None:
+        """The failure if the JVP of a sum of earlier tangents, some of them one-hot, is not the sum of their JVPs."""
+        summed = self._problem.unexplained_jvps
+        if summed is None or self._rows is None:
+            return None
+        tangent, product, left_out = summed.tangent, summed.product, ~self._rows
+
+        def terms() -> Tensor:
+            return torch.stack([-product, self._problem.jvp_coordinates(tangent)]).masked_fill_(left_out, 0.0)
+
+        return self._sum_failure(terms(), terms, tangent)
 
     def _half_failure(self, u: Tensor, tangent: Tensor) -> Failure | None:
         """The failure if the JVP of u, shape (n,), is not the sum of the JVPs of its halves, which are run scaled."""
         some = direction(u.numel(), self._settings.seed, TANGENT_STREAM, halved=True).to(u.device)
         half = torch.where(some == 0, 0.0, u)
-        products = self._problem.jvps_of(torch.stack([half, u - half]) * REPEAT_SCALE) / REPEAT_SCALE
-        return self._sum_failure(torch.cat([-tangent[None], products]), u)
 
-    def _sum_failure(self, terms: Tensor, u: Tensor) -> Failure | None:
+        def terms(whole: Tensor) -> Tensor:
+            products = self._problem.jvps_of(torch.stack([half, u - half]) * REPEAT_SCALE) / REPEAT_SCALE
+            return torch.cat([-whole[None], products])
+
+        return self._sum_failure(terms(tangent), lambda: terms(self._problem.jvp_coordinates(u)), u)
+
+    def _sum_failure(self, terms: Tensor, repeat: Callable[[], Tensor], u: Tensor) -> Failure | None:
         """The failure if terms, shape (count, m), do not add up to zero: JVPs of tangents, times their factors.
 
         The first term must be the negated sum of the others. If the terms add up to zero within their tolerance, but
-        not up to rounding, an entry may be wrong for tangents of one sign. This searches for such an entry in the JVP
-        of u, shape (n,), and notes the error that may be hidden if none is found.
+        not up to rounding, they are computed again by `repeat`, because one of the JVPs may have been wrong only once.
+        If they do not change, an entry may be wrong for tangents of one sign. This searches for such an entry in the
+        JVP of u, shape (n,), and notes the error that may be hidden if none is found.
         """
         error, sizes = terms.sum(0).abs(), terms.abs().sum(0)
         # Terms that are not finite, or near overflow, are left out: they are compared with differences. But if only one
@@ -188,12 +244,17 @@ class _ForwardScreen:
         single = (counts == len(terms) - 1) & (terms.isfinite().sum(0) == len(terms) - 1)
         # Directions are in units of each input's own atol, so the smallest atol is right for all.
         wrong = single | (finite & ~(error <= self._settings.atol + self._settings.loosest().rtol * sizes))
+        allowed = self._settings.atol * SMALLEST_SHARE + ROUNDING * self._problem.unit_roundoff * sizes
+        doubtful = wrong | (finite & (error > allowed))
+        if not bool(doubtful.any()):
+            return None
+        failure = changed_sum(self._settings, terms.sum(0), repeat().sum(0), allowed, self._problem.outputs)
+        if failure is not None:
+            return failure
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             numbers = -terms[0, row].item(), terms[1:, row].sum().item()
-            when, addends = "for a sum of random tangents", "those of its terms"
+            when, addends = "for a sum of tangents", "those of its terms"
             return nonlinear_sum("forward", block_with(self._problem.outputs, row), row, when, addends, *numbers)
-        rounding = ROUNDING * self._problem.unit_roundoff * sizes
-        doubtful = finite & (error > self._settings.atol * SMALLEST_SHARE + rounding)
         self._nonlinear = max(self._nonlinear, float(torch.where(doubtful, error, 0.0).amax()) / SMALLEST_SHARE)
-        return negation_failure(self._problem, self._settings, "forward", u) if bool(doubtful.any()) else None
+        return negation_failure(self._problem, self._settings, "forward", u)

@@ -231,7 +231,7 @@ def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> in
     within_two_jacobians = max(SMALL_BYTES, 2 * 8 * n * m) // cost_model.COSTS.entry_bytes
     paying = min(within_two_jacobians, _entries_worth(n, m, cost_model.COSTS.paying_share * dense_cost))
     paying = max(paying, _entries_worth(n, m, cost_model.COSTS.large_paying_share * dense_cost))
-    return paying + (n * few(m) + m * few(n) if takes_long(2 * n + m, look) else 0)
+    return paying + (n * few(m) + m * few(n) if takes_long(column_evaluations(settings) * n + m, look) else 0)
 
 
 def _entries_worth(n: int, m: int, cost: float) -> int:
@@ -273,6 +273,11 @@ def _columns_cost(columns: int) -> float:
 def prefers_columns(columns: int, rows: int) -> bool:
     """Whether analytical columns cost less than rows."""
     return _columns_cost(columns) < cost_model.COSTS.vjp_evaluations * rows
+
+
+def column_evaluations(settings: Settings) -> float:
+    """Number of evaluations that take as long as one column: its difference and, if it is checked, its JVP."""
+    return 2 + cost_model.COSTS.jvp_evaluations * settings.check_forward_ad
 
 
 def takes_long(evaluations: float, look: FirstLook) -> bool:

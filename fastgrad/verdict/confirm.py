@@ -332,6 +332,8 @@ def pattern_mismatch(
     analytical, numerical: the entries in the pattern, float64, shape (nnz,).
     """
     for (output, part), block in itertools.product(row_parts(problem.outputs), problem.inputs):
+        if compression.leaves_out_pair(output, block):
+            continue
         within = compression.entries_of(output)
         rows, columns = compression.rows[within] - output.first, compression.columns[within] - block.first
         chosen = (columns >= 0) & (columns < block.size)

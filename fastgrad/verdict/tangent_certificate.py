@@ -6,6 +6,8 @@ its row. The JVP of a random tangent then differs from the sum of the entries by
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import one_hot_elements
 from fastgrad.engines.compressed import Compression, tangent_entries
+from fastgrad.engines.grad_output_kinds import SPARSE
 from fastgrad.problem.forward import SummedJvps
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
@@ -24,6 +27,7 @@ from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.confirm import entry_at, located_failure
 from fastgrad.verdict.linearity import (
     NEGLIGIBLE,
+    TERM_ROUNDING,
     detected_size,
     disagreement,
     measured_rounding,
@@ -32,7 +36,7 @@ from fastgrad.verdict.linearity import (
 )
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.repeated_calls import MAX_CALLS
-from fastgrad.verdict.tangents import tangent_directions
+from fastgrad.verdict.tangents import changed_sum, nonlinear_parts, tangent_directions
 
 CLAIM = "the forward-mode entries outside the sparsity pattern are zero, and jvp is linear in its tangent"
 
@@ -53,21 +57,39 @@ class TangentCertificate:
         self._summed = problem.unexplained_jvps or SummedJvps(problem)
         self._tangents = 0
         self._bound = 0.0
+        # Largest error of a JVP with which MAX_COTANGENTS tangents still exclude entries that matter.
+        self._negligible = 0.0
+        self._error = 0.0
         self._mismatch: tuple[Tensor, int, float] | None = None
         problem.unexplained_jvps = self._summed  # until they are explained, also if a JVP raises
-        self.values = tangent_entries(problem, compression, self._summed.jvps_of)
+        self.values = tangent_entries(problem, compression, self._jvps_of)
 
     def certify(self, wanted: float) -> bool:
         """Whether the entries explain all JVPs, also of one-hot and of random tangents.
 
-        If not, the JVPs remain in `Problem.unexplained_jvps`. wanted: the size from which entries outside the pattern
-        must be detected.
+        If not, or if rows are left out of the pattern, the JVPs remain in `Problem.unexplained_jvps`. wanted: the size
+        from which entries outside the pattern must be detected.
         """
+        self._negligible = wanted / detected_size(1.0, MAX_COTANGENTS, self._settings.confidence)
         explains = self._columns_agree() and self._sums_agree(wanted) and self._problem.domains_match
         if not (explains and self._explains_earlier_jvps()):
             return False
-        self._problem.unexplained_jvps = None
+        if self._compression.excluded_rows is None:
+            self._problem.unexplained_jvps = None
         return True
+
+    def varies(self, wanted: float) -> Failure | None:
+        """The failure if the sum of all JVPs changes when the same JVPs run again; wanted: as in `certify`."""
+        self._problem.unexplained_jvps = None
+        again = TangentCertificate(self._problem, self._settings, self._compression)
+        again.certify(wanted)
+        first, later = self._summed, again._summed
+        self._problem.unexplained_jvps = first
+        if not torch.equal(first.tangent, later.tangent):
+            return None  # earlier JVPs, or others, are in one of the sums
+        rounding = TERM_ROUNDING * self._problem.unit_roundoff * first.product.abs()
+        allowed = rounding + self._settings.atol / 8
+        return changed_sum(self._settings, first.product, later.product, allowed, self._problem.outputs)
 
     def wrong_entry(self) -> Failure | None:
         """The failure of an entry that explains why `certify` returned False, if JVP and differences confirm it."""
@@ -79,7 +101,11 @@ class TangentCertificate:
             return self._problem.jvp_coordinates(vector)[row].item() - self._sums(vector[None])[0][0, row].item()
 
         found = entry_at(self._problem, self._settings, row, locate(residual, tangent, value))
-        return None if found.remeasured is None else located_failure([found])
+        return (
+            nonlinear_parts(self._problem, self._settings, tangent)
+            if found.remeasured is None
+            else (located_failure([found]))
+        )
 
     def confirms_worst(self, numerical: Tensor) -> bool:
         """Whether the entry that differs most from the numerical one is the same if its column is run separately."""
@@ -97,16 +123,39 @@ class TangentCertificate:
         method = f"J u against the JVP of u, {self._tangents} random tangents, one of them half zero"
         return Certificate(CLAIM, method, self._bound)
 
+    def _jvps_of(self, tangents: Tensor) -> Tensor:
+        """JVPs, shape (count, m), with zeros in the rows that are left out; all rows are added to the sum of JVPs."""
+        return self._in_pattern(self._summed.jvps_of(tangents))
+
+    def _in_pattern(self, products: Tensor) -> Tensor:
+        excluded = self._compression.excluded_rows
+        return products if excluded is None else products.masked_fill(excluded, 0.0)
+
     def _columns_agree(self) -> bool:
         """Whether columns that are run separately equal those that were computed together, up to rounding."""
+        tangent = torch.zeros(1, self._problem.n, dtype=torch.float64, device=self._problem.device)
         for column in self._separate_columns():
-            tangent = torch.zeros(1, self._problem.n, dtype=torch.float64, device=self._problem.device)
-            tangent[0, column] = 1.0
-            product = self._summed.jvps_of(tangent)
-            known, _ = self._sums(tangent)
-            if not largest(product - known) <= SAME * largest(known):
-                self._note_mismatch(tangent, product - known)
+            one_hot = tangent.index_fill(1, torch.tensor([column], device=tangent.device), 1.0)
+            product, (known, _) = self._jvps_of(one_hot), self._sums(one_hot)
+            error = product - known
+            if not largest(error) <= SAME * largest(known) and not self._is_negligible(error, one_hot):
+                self._note_mismatch(one_hot, error)
                 return False
+        if not self._runs_custom:
+            return True
+        SPARSE.fill_(tangent[0], self._settings.seed, TANGENT_STREAM + 16 * MAX_COTANGENTS)
+        return self._resolution(tangent) is not None
+
+    def _is_negligible(self, errors: Tensor, tangents: Tensor) -> bool:
+        """Whether errors of JVPs, for example rounding in a lower precision, are too small to matter; notes them.
+
+        errors, tangents: shapes (count, m) and (count, n).
+        """
+        smallest = torch.where(tangents == 0, torch.inf, tangents.abs()).amin(1)
+        size = largest(errors.abs().amax(1) / smallest)  # of an entry that may cause these errors
+        if not size <= self._negligible:
+            return False
+        self._error = max(self._error, size)
         return True
 
     def _note_mismatch(self, tangents: Tensor, errors: Tensor) -> None:
@@ -118,10 +167,15 @@ class TangentCertificate:
         """Two columns of each input; more if func contains custom code, whose jvp may be right only for sums."""
         inputs = [block for block in self._problem.inputs if block.size]
         columns = {block.first + k for block in inputs for k in one_hot_elements(block.size, self._settings.seed)}
-        if self._problem.runs_custom_jvp():
-            n = self._problem.n
-            columns.update(k * n // min(n, MAX_CALLS) for k in range(min(n, MAX_CALLS)))
+        if self._runs_custom:
+            n, count = self._problem.n, min(self._problem.n, MAX_CALLS)
+            # A mostly zero tangent replaces the last of many columns, which is near the last column of all.
+            columns.update(k * n // count for k in range(count - (n > count)))
         return sorted(columns)
+
+    @cached_property
+    def _runs_custom(self) -> bool:
+        return self._problem.runs_custom_jvp()
 
     def _sums_agree(self, wanted: float) -> bool:
         """Whether JVPs of as many random tangents as are needed equal the sums of the entries, up to rounding."""
@@ -131,7 +185,7 @@ class TangentCertificate:
             found = self._resolution(tangents)
             if found is None or (count == 1 and not self._inputs_agree(tangents[:1])):
                 return False
-            resolution = max(resolution, found)
+            resolution = max(resolution, found, self._error)
             self._bound, self._tangents = detected_size(resolution, count, self._settings.confidence), count + 1
             if self._bound <= wanted or count == MAX_COTANGENTS:
                 return self._bound <= wanted
@@ -153,24 +207,24 @@ class TangentCertificate:
 
     def _resolution(self, tangents: Tensor) -> float | None:
         """The largest error of a JVP that rounding may explain; None if a JVP differs by more from its sum."""
-        products, (sums, squares) = self._summed.jvps_of(tangents), self._sums(tangents)
+        products, (sums, squares) = self._jvps_of(tangents), self._sums(tangents)
         sizes = term_sizes(squares, sums)
         roundoff = self._problem.unit_roundoff
         rounding = sum_rounding(self._compression.pattern.most_in_row, roundoff)
         allowed = rounding * sizes + NEGLIGIBLE * self._settings.atol
         error = products - sums
         if not bool((error.abs() <= allowed).all()):
-            again = self._summed.jvps_of
-            measured = measured_rounding(lambda factor: again(tangents * factor), products, sizes, roundoff)
+            measured = measured_rounding(lambda factor: self._jvps_of(tangents * factor), products, sizes, roundoff)
             allowed = torch.maximum(allowed, measured)
-        if bool((error.abs() <= allowed).all()):
+        beyond = error.masked_fill(error.abs() <= allowed, 0.0)
+        if largest(beyond) == 0 or self._is_negligible(beyond, tangents):
             return largest(allowed)
-        self._note_mismatch(tangents, error)
+        self._note_mismatch(tangents, beyond)
         return None
 
     def _explains_earlier_jvps(self) -> bool:
         """Whether the entries explain the sum of all JVPs, also of those that another pattern did not explain."""
-        tangent, product = self._summed.tangent[None], self._summed.product[None]
+        tangent, product = self._summed.tangent[None], self._in_pattern(self._summed.product[None])
         sums = tangent, product, *self._sums(tangent)
         own = self._settings.loosest()
         return disagreement(*sums, self._settings, own.atol, own.rtol) is None

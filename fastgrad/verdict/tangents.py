@@ -11,7 +11,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.random import TANGENT_STREAM
+from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import REPEAT_SCALE, TangentBlock
 from fastgrad.problem.coordinates import Block, block_with
@@ -139,17 +139,64 @@ class TangentLinearityTest:
         return nonlinear_sum("forward", output, component, _WHEN[which], "the columns of the Jacobian", *numbers)
 
 
-def repeated_tangents_failure(
-    problem: Problem, settings: Settings, directions: Tensor, undefined: Sequence[int], products: Tensor
+def changed_sum(
+    settings: Settings, first: Tensor, later: Tensor, allowed: Tensor, outputs: Sequence[Block]
 ) -> Failure | None:
-    """The failure if JVPs, run again, differ from earlier ones by more than the tolerances of entries.
+    """The failure if a weighted sum of JVPs, shape (m,), changes by more than `allowed` when all of them run again."""
+    changed = ~_near(later, first, allowed + settings.nondet_tol)
+    if not bool(changed.any()):
+        return None
+    row = int(changed.nonzero()[0])
+    output = block_with(outputs, row)
+    detail = (
+        f"a weighted sum of tangents of output {output.index} at {list(output.index_at(row))}, for several tangents of "
+        f"the inputs, was first {first[row].item():.6g} and later {later[row].item():.6g}"
+    )
+    return nondeterministic_jvp(output, detail)
+
+
+def _near(again: Tensor, before: Tensor, allowed: Tensor) -> Tensor:
+    """Where repeated values are equal, or close, or both NaN: bool, of their shape."""
+    return ((again - before).abs() <= allowed) | (again == before) | (again.isnan() & before.isnan())
+
+
+_OF_PARTS = f"those of {REPEAT_SCALE:g} times its two parts, divided by {REPEAT_SCALE:g},"
+
+
+def nonlinear_parts(problem: Problem, settings: Settings, u: Tensor) -> Failure | None:
+    """The failure if the JVP of u, shape (n,), is not the sum of the JVPs of two parts of u, which are run scaled."""
+    some = direction(u.numel(), settings.seed, TANGENT_STREAM, halved=True).to(u.device)
+    part = torch.where(some == 0, 0.0, u)
+    parts = torch.stack([u, REPEAT_SCALE * part, REPEAT_SCALE * (u - part)])
+    products = problem.jvps_of(parts)
+    addends = products[1:] / REPEAT_SCALE
+    error, sizes = (products[0] - addends.sum(0)).abs(), products[0].abs() + addends.abs().sum(0)
+    own = settings.loosest()
+    wrong = (error > own.atol + own.rtol * sizes) & error.isfinite()
+    if not bool(wrong.any()) or not torch.equal(problem.jvps_of(parts), products):
+        return None
+    row = int((error / (own.atol + own.rtol * sizes)).masked_fill(~wrong, 0.0).argmax())
+    numbers = products[0, row].item(), addends[:, row].sum().item()
+    return nonlinear_sum("forward", block_with(problem.outputs, row), row, "for a tangent", _OF_PARTS, *numbers)
+
+
+def repeated_tangents_failure(
+    problem: Problem,
+    settings: Settings,
+    directions: Tensor,
+    undefined: Sequence[int],
+    products: Tensor,
+    allowed: Tensor | None = None,
+) -> Failure | None:
+    """The failure if JVPs, run again, differ from earlier ones by more than `allowed`.
 
     directions: tangents of the inputs, float64, shape (count, n). undefined: for each JVP, the index of the input
-    whose tangent was undefined, or -1. products: earlier tangents of the outputs, shape (count, m).
+    whose tangent was undefined, or -1. products: earlier tangents of the outputs, shape (count, m). allowed: of the
+    same shape; None: the tolerances of entries.
     """
     again = problem.jvps_of(directions, undefined)
-    own = settings.loosest()
-    close = torch.isclose(again, products, rtol=own.rtol, atol=own.atol + settings.nondet_tol, equal_nan=True)
+    close = _near(again, products, settings.loosest().allowed(products.abs()) if allowed is None else allowed)
+    close |= (again - products).abs() <= settings.nondet_tol
     if bool(close.all()):
         return None
     which, component = (int(i) for i in (~close).nonzero()[0])

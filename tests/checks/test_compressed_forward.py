@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import fastgrad
+from tests.costs import set_costs
 
 SIZE = 700
 BOTH = {"check_forward_ad": True}
@@ -325,3 +326,124 @@ def test_an_entry_that_is_wrong_only_in_a_sum_is_not_called_wrong() -> None:
     report = fastgrad.check(square(jvp), (leaf(400),), **FORWARD)
     assert report.failure is not None
     assert report.failure.kind == "nonlinear"
+
+
+class LossOfTwo(torch.autograd.Function):
+    """sum(x^2 + x sin(y)) with a given jvp of (x, y, their tangents, number of the call)."""
+
+    jvp_of: Callable[..., Tensor]
+    calls = 0
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, jvp: Callable[..., Tensor]) -> Tensor:
+        return (x * x + x * y.sin()).sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.derivative = inputs[2]
+        ctx.save_for_forward(*inputs[:2])
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, y = ctx.saved_tensors
+        return grad * (2 * x + y.sin()), grad * x * y.cos(), None
+
+    @staticmethod
+    def jvp(ctx: Any, s: Tensor, t: Tensor, _: None) -> Tensor:
+        LossOfTwo.calls += 1
+        found: Tensor = ctx.derivative(*ctx.saved_tensors, s, t, LossOfTwo.calls)
+        return found
+
+
+def of_loss(x: Tensor, y: Tensor, s: Tensor, t: Tensor, _: int = 0) -> Tensor:
+    return ((2 * x + y.sin()) * s).sum() + (x * y.cos() * t).sum()
+
+
+def loss(jvp: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    LossOfTwo.calls = 0
+    return lambda x, y: LossOfTwo.apply(x, y, jvp)
+
+
+@pytest.mark.parametrize("keywords", [BOTH, FORWARD])
+@pytest.mark.parametrize("func", [lambda x: x.sin().sum(), lambda x: (x.sin(), x.cos().sum())], ids=["loss", "beside"])
+def test_a_loss_in_forward_mode_takes_as_few_calls_at_any_size(
+    func: Callable[[Tensor], Any], keywords: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_costs(monkeypatch, single_calls_seconds=0.0)
+    for n in (5000, 20_000):
+        report = fastgrad.check(func, (leaf(n),), **keywords)
+        assert report.passed
+        assert report.plan is not None
+        assert report.plan.engine == "compressed"
+        assert report.evaluations < 700  # most of them for the pattern, if there is no backward
+        assert report.jvps <= 20
+        assert any("in forward mode, 1 dense row certified" in note for note in report.notes)
+        assert any("1 dense row, no single entry of forward mode" in c.claim for c in report.certificates)
+
+
+WRONG_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "entry off by 1 %": lambda x, y, s, t, _: of_loss(x, y, s, t) + 0.01 * ((2 * x + y.sin()) * s)[200],
+    "last entry": lambda x, y, s, t, _: of_loss(x, y, s, t) + 1e-2 * t[-1],
+    "one-hot": lambda x, y, s, t, _: of_loss(x, y, s, t) * (1.01 if s.count_nonzero() + t.count_nonzero() < 2 else 1),
+    "dense": lambda x, y, s, t, _: of_loss(x, y, s, t) * (1.01 if (s * t).count_nonzero() == s.numel() else 1),
+    "mostly zero": lambda x, y, s, t, _: of_loss(x, y, s, t) * (1.1 if 1 < s.count_nonzero() < 100 else 1),
+    "absolute": lambda x, y, s, t, _: of_loss(x, y, s.abs(), t),
+    "one absolute": lambda x, y, s, t, _: of_loss(x, y, s, t) + 1e-3 * (s[3].abs() - s[3]),
+    "clamped": lambda x, y, s, t, _: of_loss(x, y, s.clamp(-1, 1), t),
+    "squared": lambda x, y, s, t, _: of_loss(x, y, s, t) + 1e-3 * (s * s).sum(),
+    "other tangent zero": lambda x, y, s, t, _: of_loss(x, y, s, t) - (0 if t.any() else (2 * x * s)[9]),
+    **{
+        f"call {call}": lambda x, y, s, t, n, call=call: of_loss(x, y, s, t) + 0.1 * (n == call)
+        for call in (1, 2, 8, 100, 129, 134)
+    },
+}
+
+
+@pytest.mark.parametrize("keywords", [BOTH, FORWARD])
+@pytest.mark.parametrize("name", WRONG_LOSSES)
+def test_a_wrong_jvp_of_a_loss_fails(name: str, keywords: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_costs(monkeypatch, single_calls_seconds=0.0)
+    x = leaf(600)
+    x.data[[9, 200]] = 1.0
+    y = leaf(600).detach().add(0.3).requires_grad_()
+    assert fastgrad.check(loss(of_loss), (x, y), **keywords).passed
+    report = fastgrad.check(loss(WRONG_LOSSES[name]), (x, y), **keywords)
+    assert report.failure is not None
+    assert report.failure.mode == "forward"
+    if name.startswith("call"):
+        assert report.failure.kind == "nondeterministic"
+
+
+def test_a_custom_jvp_that_is_wrong_only_for_mostly_zero_tangents_fails() -> None:
+    def jvp(x: Tensor, tangent: Tensor, _: int) -> Tensor:
+        return right(x, tangent) * (1.1 if 1 < tangent.count_nonzero() < x.numel() / 10 else 1.0)
+
+    for keywords in (BOTH, FORWARD):
+        report = fastgrad.check(square(jvp), (leaf(SIZE),), **keywords)
+        assert report.failure is not None
+        assert report.failure.kind == "nonlinear"
+
+
+@pytest.mark.parametrize("keywords", [BOTH, FORWARD])
+def test_a_right_jvp_in_single_precision_needs_no_dense_engine(keywords: dict[str, bool]) -> None:
+    def jvp(x: Tensor, tangent: Tensor, _: int) -> Tensor:
+        return right(x.float(), tangent.float()).double()
+
+    report = fastgrad.check(square(jvp), (leaf(SIZE),), **keywords)
+    assert report.verdict == "passed"
+    assert report.plan is not None
+    assert report.plan.engine == "compressed"
+    assert report.jvps < 400
+    assert all(certificate.bound <= 1e-5 for certificate in report.certificates)
+    wrong = square(lambda x, tangent, n: jvp(x, tangent, n) + 3e-5 * tangent.roll(1))
+    assert not fastgrad.check(wrong, (leaf(SIZE),), **keywords).passed
+
+
+@pytest.mark.parametrize("keywords", [BOTH, FORWARD])
+@pytest.mark.parametrize("jvp", [lambda t: t.clamp(-1, 1), Tensor.abs], ids=["clamped", "absolute"])
+def test_a_nonlinear_jvp_fails_with_few_calls(jvp: Callable[[Tensor], Tensor], keywords: dict[str, bool]) -> None:
+    report = fastgrad.check(square(lambda x, tangent, _: 2 * x * jvp(tangent)), (leaf(SIZE),), **keywords)
+    assert report.failure is not None
+    assert report.failure.kind == "nonlinear"
+    assert report.jvps < 200
