@@ -251,16 +251,22 @@ def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
 
 @phase("directional differences")
 def _differences(
-    check: SmallCheck, step: float, budget: float, measure_noise: bool, known: Derivatives | None = None
+    check: SmallCheck,
+    step: float,
+    budget: float,
+    measure_noise: bool,
+    count: int | None = None,
+    known: Derivatives | None = None,
 ) -> Derivatives | None:
     """Derivatives along directions, with few evaluations; None if func raises for the steps or returns something else.
 
     step: relative to eps. budget: the largest 2-norm of noise with which one-sided differences are taken; 0: only
     central differences. measure_noise: whether to measure rounding inside func even if two evaluations show none.
-    known: derivatives at this step without measured noise, to measure it.
+    count: number of directions; None: that of a sketch. known: derivatives at this step without measured noise, to
+    measure it.
     """
     settings = check.settings
-    streams = [SKETCH_DIRECTIONS + 16 * k for k in range(sketch_size(settings.confidence))]
+    streams = [SKETCH_DIRECTIONS + 16 * k for k in range(count or sketch_size(settings.confidence))]
     along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step))
     evaluate = partial(check.problem.screening_derivatives, along, KINK, budget, measure_noise, known)
     try:

@@ -157,7 +157,8 @@ def changed_sum(
 
 def _near(again: Tensor, before: Tensor, allowed: Tensor) -> Tensor:
     """Where repeated values are equal, or close, or both NaN: bool, of their shape."""
-    return ((again - before).abs() <= allowed) | (again == before) | (again.isnan() & before.isnan())
+    off = (again - before).abs()
+    return ((off <= allowed) & off.isfinite()) | (again == before) | (again.isnan() & before.isnan())
 
 
 _OF_PARTS = f"those of {REPEAT_SCALE:g} times its two parts, divided by {REPEAT_SCALE:g},"
