@@ -364,4 +364,6 @@ def test_backward_of_a_wrapped_factor_in_one_call(n: int, keywords: dict[str, An
     assert right.calls > 3
     for wrong_call in range(1, right.calls + 1, 2):
         factor = _Wrapped(values, wrong_call)
-        assert not fastgrad.check(lambda x, factor=factor: x * factor, x, **keywords).passed, wrong_call
+        passed = fastgrad.check(lambda x, factor=factor: x * factor, x, **keywords).passed
+        # Fewer calls may suffice than in the first check of a process, which may be slower.
+        assert not passed or factor.calls < wrong_call, wrong_call
