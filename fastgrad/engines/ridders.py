@@ -327,7 +327,7 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
     """The derivatives of one part of the entries; other: those of the other part, or zeros: shape (entries,)."""
     eps, slopes = one.eps, one.slopes
     allowed = own.allowed(torch.hypot(values.nan_to_num(), other))
-    doubtful = _is_rounded(one, values, errors, allowed) | _is_staircase(one, values, allowed)
+    doubtful = _is_rounded(one, values, errors, allowed) | _is_staircase(one, values, allowed) | _is_absorbed(one)
     some = doubtful.nonzero().reshape(-1)
     if some.numel():
         # Rounding of func: how far smaller steps deviate from its slope at eps, if the deviation is small.
@@ -395,6 +395,28 @@ def _is_staircase(one: Measured, values: Tensor, allowed: Tensor) -> Tensor:
     flat = ~(is_stair & (steps <= ROUNDED / 4 * eps)).any(0)
     straight = (off <= 2 * height) & (rise.abs() >= MIN_STAIRS * height) & (bend.abs() <= rise.abs() / 4)
     return matters & flat & straight & (change.abs() >= rise.abs() / 2)
+
+
+def _is_absorbed(one: Measured) -> Tensor:
+    """Whether rounding inside func hides its changes at the smallest steps: bool, shape (entries,).
+
+    For example, (f(x) + 1e6) - 1e6 is constant for steps below 1e-10. All its changes are multiples of the spacing of
+    floating-point numbers near 1e6.
+    """
+    slope = ((one.left + one.right) / 2).abs()
+    taken = (one.widths != 0) & one.changes.isfinite()
+    changes = one.changes.abs()
+    if not len(changes):
+        return torch.zeros_like(slope, dtype=torch.bool)
+    mantissa, exponent = torch.frexp(torch.where(taken, changes, 0.0))
+    digits = (mantissa * 2.0**53).to(torch.int64)
+    lowest = torch.ldexp((digits & -digits).to(slope.dtype), exponent - 53)
+    quantum = torch.where(lowest > 0, lowest, torch.inf).amin(0)
+    constant = taken & (changes == 0)
+    last = (taken * torch.arange(1, len(changes) + 1, device=taken.device)[:, None]).argmax(0, keepdim=True)
+    explained = ~(constant & (slope * one.widths > 2 * quantum)).any(0)
+    matters = (quantum > one.rounding) & (quantum <= ROUNDED * 2 * one.eps * slope)
+    return constant.gather(0, last)[0] & explained & matters
 
 
 def _is_curved(one: Measured) -> Tensor:

@@ -389,3 +389,30 @@ def test_a_zero_entry_next_to_a_tie_of_large_values_is_not_wrong() -> None:
     assert report.verdict == "not converged"
     assert [cause.name for cause in report.causes] == ["truncation"]
     assert fastgrad.check(scaled(func, 1.01), (leaf(30.0, 30.0 - 4e-7),)).verdict != "passed"
+
+
+def without(share: float, x: Tensor) -> Tensor:
+    """Zero, with `share` as its gradient: subtracted from a function, it makes its gradient wrong."""
+    return share * (x - x.detach())
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
+@pytest.mark.parametrize("n", [1, 40])
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (lambda x: (x.relu() + 1e6) - 1e6, None),
+        (lambda x: ((x.abs() + x / 2) + 1e6) - 1e6 - without(0.5, x), None),
+        (lambda x: ((x + 1e5 * x**2) + 1e8) - 1e8 - without(1, x), lambda x: ((x + 1e5 * x**2) + 1e6) - 1e6),
+        (lambda x: ((x + 1e9 * x**3) + 1e6) - 1e6 - without(1, x), lambda x: ((x + 1e7 * x**3) + 1e6) - 1e6),
+    ],
+)
+def test_steps_that_rounding_inside_func_absorbs_excuse_no_gradient(
+    wrong: Func, right: Func | None, n: int, mode: dict[str, Any]
+) -> None:
+    x = torch.zeros(n, dtype=torch.float64, requires_grad=True)
+    assert not torch.autograd.gradcheck(wrong, (x,), raise_exception=False)
+    assert not fastgrad.gradcheck(wrong, (x,), **mode, raise_exception=False)
+    if right is not None:
+        assert torch.autograd.gradcheck(right, (x,))
+        assert fastgrad.gradcheck(right, (x,), **mode)
