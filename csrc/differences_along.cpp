@@ -384,9 +384,12 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
         into.first_values = at::stack({memory[0], memory[1]});
         estimate(false);
         // For smooth functions, the error of a central difference is about curvature^2 / derivative.
-        const auto norm = [](const at::Tensor& vector) { return at::linalg_vector_norm(vector).item<double>(); };
+        const auto norm = [m](const at::Tensor& vector) {
+          const double* const v = vector.const_data_ptr<double>();
+          return std::sqrt(std::inner_product(v, v + m, v, 0.0));
+        };
         into.measures_noise =
-            !(norm(into.noise) <= budget) || !(error.curvature <= budget * norm(into.derivatives.select(0, 0)));
+            !(norm(into.noise) <= budget && error.curvature <= budget * norm(into.derivatives.select(0, 0)));
         if (into.measures_noise) {
           memory[0].copy_(into.first_values.select(0, 0));  // two_points may have overwritten them
           memory[1].copy_(into.first_values.select(0, 1));
