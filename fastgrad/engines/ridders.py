@@ -415,7 +415,7 @@ def _is_absorbed(one: Measured) -> Tensor:
     constant = taken & (changes == 0)
     last = (taken * torch.arange(1, len(changes) + 1, device=taken.device)[:, None]).argmax(0, keepdim=True)
     explained = ~(constant & (slope * one.widths > 2 * quantum)).any(0)
-    matters = (quantum > one.rounding) & (quantum <= ROUNDED * 2 * one.eps * slope)
+    matters = (quantum > ROUNDING * one.rounding) & (quantum <= ROUNDED * 2 * one.step * slope)
     return constant.gather(0, last)[0] & explained & matters
 
 

@@ -101,11 +101,9 @@ class TangentCertificate:
             return self._problem.jvp_coordinates(vector)[row].item() - self._sums(vector[None])[0][0, row].item()
 
         found = entry_at(self._problem, self._settings, row, locate(residual, tangent, value))
-        return (
-            nonlinear_parts(self._problem, self._settings, tangent)
-            if found.remeasured is None
-            else (located_failure([found]))
-        )
+        if found.remeasured is None:
+            return nonlinear_parts(self._problem, self._settings, tangent)
+        return located_failure([found])
 
     def confirms_worst(self, numerical: Tensor) -> bool:
         """Whether the entry that differs most from the numerical one is the same if its column is run separately."""
