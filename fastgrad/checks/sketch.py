@@ -23,6 +23,7 @@ from fastgrad.engines.sketch import (
     Cotangent,
     Differences,
     Sketch,
+    absorbed_rows,
     all_count_fully,
     contradicts,
     cotangents,
@@ -274,11 +275,14 @@ class _Screen:
     def _verify(self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor) -> Screening | None:
         """If no sum looks wrong, verifies the outputs whose noise is within their tolerance."""
         settings = self._settings
-        if not search.doubtful and all_count_fully(weight) and not sketch.allowance:
+        failure, unexplained = self._examine_absorbed(differences)
+        if failure is not None:
+            return Screening(failure)
+        if not search.doubtful and not unexplained and all_count_fully(weight) and not sketch.allowance:
             return self._verified(self._bound)
         hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.allowance) / weight, math.inf)
         verified = (hidden <= settings.allowed(differences.size())) & hidden.isfinite()
-        verified[[*search.doubtful]] = False
+        verified[[*search.doubtful, *unexplained]] = False
         for row, size in self._doubted.items():
             # At this step size, an error of the size seen at another step would be hidden.
             if float(hidden[row]) > size:
@@ -294,6 +298,25 @@ class _Screen:
         self._bound, self._extrapolated = settings.atol, self._count
         self._eps, self._attempt = self._eps * LARGER, self._attempt + 1
         return None
+
+    def _examine_absorbed(self, differences: Differences) -> tuple[Failure | None, list[int]]:
+        """Examines the outputs for which rounding inside func may absorb this step.
+
+        Returns a failure or None, and the outputs whose changes at `eps` no single entry explains.
+        """
+        assert self._first is not None
+        problem, settings = self._problem, self._settings
+        rows = absorbed_rows(problem, self._first, differences, self._pending)
+        search = _Search(problem, settings, self._first)
+        unexplained = rows[MAX_SINGLE:]
+        for row in rows[:MAX_SINGLE]:
+            gradient = problem.row(row)
+            found = search.examine_row(row, gradient=gradient)
+            if found is not None and found.remeasured is not None:
+                return located_failure([found]), []
+            if not search.row_errors(row, gradient, found)[1] <= settings.atol / 4:
+                unexplained.append(row)
+        return None, unexplained
 
     def _at_next_step(self, differences: Differences) -> Screening | None:
         """Goes on to another step size, or leaves a small problem to the exact engine, which costs no more."""
@@ -457,10 +480,9 @@ class _Search:
                 failure = self._nonlinear(sketch.cotangents[which], sketch.cotangents[0], k, sketch.values[which][k])
                 if failure is not None:
                     return failure
-            error = self._row_error(row, self._problem.row(row))
-            left = error if entry is None else error - entry.along(self._differences.directions)
-            if entry is None or not bool((left.abs() <= self._settings.atol / 4).all()):
-                self.doubtful[row] = largest(left)
+            error, left = self.row_errors(row, self._problem.row(row), entry)
+            if entry is None or not left <= self._settings.atol / 4:
+                self.doubtful[row] = left
             sketch.subtract(row, error)
             suspects += 1
         return located_failure(found) if found else None
@@ -487,9 +509,14 @@ class _Search:
 
         return locate(residual, cotangent.vector(), value)
 
-    def _row_error(self, row: int, gradient: Tensor) -> Tensor:
-        """One output's (J_num - J_ana) U, shape (directions,); gradient: its analytical row, shape (n,)."""
-        return self._differences.derivatives[:, row] - self._differences.directions @ gradient
+    def row_errors(self, row: int, gradient: Tensor, entry: Found | None) -> tuple[Tensor, float]:
+        """One output's (J_num - J_ana) U, shape (directions,), and the largest of them without the error of an entry.
+
+        gradient: the output's analytical row, shape (n,).
+        """
+        directions = self._differences.directions
+        error = self._differences.derivatives[:, row] - directions @ gradient
+        return error, largest(error if entry is None else error - entry.along(directions))
 
     def examine_row(
         self, row: int, k: int = 0, found: list[Found] | None = None, gradient: Tensor | None = None
@@ -500,7 +527,7 @@ class _Search:
         """
         found = [entry for entry in found or [] if entry.row == row]
         gradient = self._problem.row(row) if gradient is None else gradient
-        error = self._row_error(row, gradient)
+        error, _ = self.row_errors(row, gradient, None)
         u = self._differences.directions[k]
         eps = self._differences.eps
         value = error[k].item() - sum(entry.along(u).item() for entry in found)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastgrad.checks.sketch import (
     LARGER,
+    MAX_SINGLE,
     MAX_STEPS,
     MAX_SUSPECTS,
     SMALL_BOUND,
@@ -23,9 +24,10 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import TANGENT_STREAM, direction
+from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.plan import EXACT_CALLS, sketch_size
-from fastgrad.engines.sketch import Differences, contradicts, directional_differences
+from fastgrad.engines.sketch import Differences, absorbed_rows, contradicts, directional_differences
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure
@@ -67,6 +69,7 @@ class _ForwardScreen:
         self._suspected = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
         # For each output, the size up to which errors may be hidden at the best step size so far.
         self._hidden = torch.full_like(self._suspected, torch.inf)
+        self._first: tuple[Differences, Tensor] | None = None  # at `eps`, with the errors of the JVPs
         self._bound = settings.atol
         self._unresolved = 0.0
         self._nonlinear = 0.0  # the error that may be hidden because jvp is linear only within its tolerance
@@ -168,10 +171,36 @@ class _ForwardScreen:
             if failure is not None:
                 return failure
             self._unresolved = max(self._unresolved, found.unresolved)
+        self._first = self._first or (differences, errors)
+        failure, unexplained = self._examine_absorbed(differences)
+        if failure is not None:
+            return failure
+        excess[:, unexplained] = torch.inf
         # The components of a direction are at least 1/2 in magnitude. The difference along it has an error of `noise`.
         resolution = 2 * (self._allowed(differences, tangents) + differences.noise).amax(0)
         self._verify(differences, excess, errors.abs().nan_to_num(torch.inf), resolution)
         return None
+
+    def _examine_absorbed(self, differences: Differences) -> tuple[Failure | None, list[int]]:
+        """Examines the outputs for which rounding inside func may absorb this step.
+
+        Returns a failure or None, and the outputs whose changes at `eps` no single entry explains.
+        """
+        assert self._first is not None
+        first, errors = self._first
+        rows = absorbed_rows(self._problem, first, differences, self._pending)
+        unexplained = []
+        for number, row in enumerate(rows):
+            error = errors[:, row]
+            k = int(error.abs().argmax())
+            if number < MAX_SINGLE and abs(error[k].item()) > self._settings.atol / 4:
+                found = self._entry(first, row, k, error[k].item())
+                if found.remeasured is not None:
+                    return located_failure([found]), []
+                error = error - found.along(first.directions)
+            if not largest(error) <= self._settings.atol / 4:
+                unexplained.append(row)
+        return None, unexplained
 
     def _verify(self, differences: Differences, excess: Tensor, errors: Tensor, resolution: Tensor) -> None:
         """Marks the outputs that are verified, and notes the size of the errors that may be hidden in each output."""

@@ -46,7 +46,18 @@ def raise_unless_of_func(error: Exception) -> None:
 def is_of_fastgrad(error: Exception) -> bool:
     """Whether the innermost frame of an exception is code of fastgrad that calls neither func nor backward."""
     file = _innermost_file(error)
+    if file.startswith(PACKAGE) and _is_of_compiled_module(error):
+        return True
     return file.startswith(PACKAGE) and not file.startswith(_CALLS_FUNC)
+
+
+def _is_of_compiled_module(error: Exception) -> bool:
+    """Whether an exception says that a call of the compiled module has arguments of other types than it takes."""
+    name, _, message = str(error).partition("(): ")
+    if not isinstance(error, TypeError) or not message.startswith("incompatible "):
+        return False
+    # The signature of a method contains its class.
+    return "fastgrad._C." in message or hasattr(sys.modules.get("fastgrad._C"), name)
 
 
 def raise_if_transient(error: Exception, run: Callable[[], object]) -> None:

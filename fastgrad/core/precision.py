@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
 """The dtypes below double precision."""
@@ -36,6 +37,13 @@ def excess(difference: float, allowed: float) -> float:
     """The ratio of a difference to its tolerance; infinite if the ratio is not finite."""
     times = abs(difference) / allowed if allowed else math.inf
     return math.inf if math.isnan(times) else times
+
+
+def last_digit(values: Tensor) -> Tensor:
+    """The value of the last binary digit of each number that is not zero: float64; zero for zeros, infinity and NaN."""
+    mantissa, exponent = torch.frexp(torch.where(values.isfinite(), values, 0.0))
+    digits = (mantissa.abs() * 2.0**53).to(torch.int64)
+    return torch.ldexp((digits & -digits).to(torch.float64), exponent - 53)
 
 
 def spacing(dtype: torch.dtype) -> float:

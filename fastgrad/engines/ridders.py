@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastgrad.core.errors import raise_if_transient, unless_rejected
-from fastgrad.core.precision import ROUNDING, spacing
+from fastgrad.core.precision import ROUNDING, last_digit, spacing
 from fastgrad.core.tensors import near
 from fastgrad.problem.coordinates import block_with, per_coordinate
 from fastgrad.problem.problem import Problem
@@ -73,6 +73,10 @@ BEND_ROUNDING = 4.0
 FINEST_STEPS = 4
 """Number of smallest steps whose scatter measures the noise of func."""
 
+HIDDEN_SHARE = 1 / 8
+"""If func is constant at small steps, rounding inside func may hide the derivative that large steps show. This is its
+largest error, as a share of the derivative, for which it counts as hidden."""
+
 ISOLATED = 16.0
 """Distance of a slope from its neighbors beyond which its step is measured again, in units of rounding per step. A
 smaller value takes more evaluations, but changes no verdict on a func that is deterministic."""
@@ -105,6 +109,9 @@ class Refinement:
     doubtful
         Whether func is straight at steps of eps and larger, with a slope other than `values`. Then `values` come from
         rounding inside func: bool, shape (entries,).
+    hidden_below
+        Where rounding inside func may hide a derivative at steps of eps: all changes of func are multiples of this
+        number. Zero elsewhere: float64, shape (entries,).
     curved
         Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (entries,).
     bent
@@ -125,6 +132,7 @@ class Refinement:
     moves: Tensor
     drift: Tensor
     doubtful: Tensor
+    hidden_below: Tensor
     curved: Tensor
     bent: Tensor
     jumps: Tensor
@@ -327,7 +335,9 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
     """The derivatives of one part of the entries; other: those of the other part, or zeros: shape (entries,)."""
     eps, slopes = one.eps, one.slopes
     allowed = own.allowed(torch.hypot(values.nan_to_num(), other))
-    doubtful = _is_rounded(one, values, errors, allowed) | _is_staircase(one, values, allowed) | _is_absorbed(one)
+    quantum = _quantum(one)
+    doubtful = _is_rounded(one, values, errors, allowed) | _is_staircase(one, values, allowed)
+    doubtful |= _is_absorbed(one, quantum)
     some = doubtful.nonzero().reshape(-1)
     if some.numel():
         # Rounding of func: how far smaller steps deviate from its slope at eps, if the deviation is small.
@@ -342,9 +352,12 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
         some = some[sure]
         values[some], errors[some] = (result[sure] for result in better)
         doubtful[some] = False
+    hidden_below = _hide(one, quantum, values, errors, own, other)
+    doubtful |= hidden_below != 0
     sides, moves = (one.left, one.right, one.at_eps), (ROUNDING * one.rounding / eps, one.drift / (2 * eps))
     shape = _is_curved(one), _is_bent(one), _jumps(one, own, other)
-    return Refinement(values, errors, *sides, *moves, doubtful, *shape, one.steps.t(), one.changes.t(), one.widths.t())
+    found = values, errors, *sides, *moves, doubtful, hidden_below, *shape
+    return Refinement(*found, one.steps.t(), one.changes.t(), one.widths.t())
 
 
 def _joined(found: Sequence[Measured]) -> Measured:
@@ -397,26 +410,45 @@ def _is_staircase(one: Measured, values: Tensor, allowed: Tensor) -> Tensor:
     return matters & flat & straight & (change.abs() >= rise.abs() / 2)
 
 
-def _is_absorbed(one: Measured) -> Tensor:
-    """Whether rounding inside func hides its changes at the smallest steps: bool, shape (entries,).
+def _quantum(one: Measured) -> Tensor:
+    """The number of which all changes of func are multiples, if func is constant at the smallest step; else infinity.
 
-    For example, (f(x) + 1e6) - 1e6 is constant for steps below 1e-10. All its changes are multiples of the spacing of
-    floating-point numbers near 1e6.
+    This is infinity as well if rounding of the outputs explains the number: float64, shape (entries,). For example,
+    (f(x) + 1e6) - 1e6 is constant for steps below 1e-10. All its changes are multiples of the spacing of floating-point
+    numbers near 1e6.
     """
-    slope = ((one.left + one.right) / 2).abs()
+    if not len(one.changes):
+        return torch.full_like(one.rounding, torch.inf)
     taken = (one.widths != 0) & one.changes.isfinite()
-    changes = one.changes.abs()
-    if not len(changes):
-        return torch.zeros_like(slope, dtype=torch.bool)
-    mantissa, exponent = torch.frexp(torch.where(taken, changes, 0.0))
-    digits = (mantissa * 2.0**53).to(torch.int64)
-    lowest = torch.ldexp((digits & -digits).to(slope.dtype), exponent - 53)
-    quantum = torch.where(lowest > 0, lowest, torch.inf).amin(0)
-    constant = taken & (changes == 0)
-    last = (taken * torch.arange(1, len(changes) + 1, device=taken.device)[:, None]).argmax(0, keepdim=True)
+    quantum = torch.where(taken & (one.changes != 0), last_digit(one.changes), torch.inf).amin(0)
+    last = (taken * torch.arange(1, len(taken) + 1, device=taken.device)[:, None]).argmax(0, keepdim=True)
+    is_constant = (taken & (one.changes == 0)).gather(0, last)[0]
+    return torch.where(is_constant & (quantum > ROUNDING * one.rounding), quantum, torch.inf)
+
+
+def _is_absorbed(one: Measured, quantum: Tensor) -> Tensor:
+    """Whether rounding inside func hides its changes at the smallest steps, but not at eps: bool, shape (entries,)."""
+    slope = ((one.left + one.right) / 2).abs()
+    constant = (one.widths != 0) & (one.changes == 0)
     explained = ~(constant & (slope * one.widths > 2 * quantum)).any(0)
-    matters = (quantum > ROUNDING * one.rounding) & (quantum <= ROUNDED * 2 * one.step * slope)
-    return constant.gather(0, last)[0] & explained & matters
+    return explained & (quantum <= ROUNDED * 2 * one.step * slope)
+
+
+def _hide(one: Measured, quantum: Tensor, values: Tensor, errors: Tensor, own: Tolerances, other: Tensor) -> Tensor:
+    """Adds to `errors` the derivatives that rounding inside func may hide at eps; returns `Refinement.hidden_below`.
+
+    A func that returns multiples of `quantum` by intention has these changes too. So neither the derivative of the
+    small steps, which is zero, nor that of the large ones is certain.
+    """
+    hidden_below = torch.zeros_like(quantum)
+    some = quantum.isfinite().nonzero().reshape(-1)
+    if some.numel():
+        value, error = extrapolate(one.slopes[:, some], one.widths[:, some], quantum[some], one.ratio)
+        distance = (value - values[some]).abs()
+        matters = (error <= HIDDEN_SHARE * value.abs()) & (distance > own.allowed(torch.hypot(value, other[some])))
+        some, possible = some[matters], (distance + error)[matters]
+        hidden_below[some], errors[some] = quantum[some], errors[some] + possible
+    return hidden_below
 
 
 def _is_curved(one: Measured) -> Tensor:
@@ -479,11 +511,8 @@ def _rounding(problem: Problem, rows: Tensor, base: Tensor, x: Tensor, changes: 
         Changes of the outputs for steps of many sizes: float64, shape (steps, entries).
     """
     ulp = per_coordinate(problem.outputs, lambda block: spacing(block.tensor.dtype), base.device)
-    mantissa, exponent = torch.frexp(torch.where(changes.isfinite(), changes, 0.0))
-    digits = (mantissa.abs() * 2.0**53).to(torch.int64)
-    quantum = torch.ldexp((digits & -digits).to(torch.float64), exponent - 53)  # the last binary digit that is set
     inside = ulp[rows] * x.clamp(min=1.0)
-    for one in quantum:
+    for one in last_digit(changes):
         inside = torch.where(one != 0, torch.minimum(inside, 2 * one), inside)
     return torch.maximum(ulp[rows] * base.abs(), inside)
 

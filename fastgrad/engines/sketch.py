@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastgrad.core.native import Layout, RandomDirections, ops
 from fastgrad.core.phases import phase
-from fastgrad.core.precision import ROUNDING, excess
+from fastgrad.core.precision import ROUNDING, excess, last_digit
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.core.tensors import largest, near
 from fastgrad.engines.grad_output_kinds import CONSTANT, DENSE, EXPANDED, HALVED, NON_CONTIGUOUS, SPARSE, GradOutputKind
@@ -204,6 +204,27 @@ def directional_differences(
             noise += weight * found.noise
         torch.maximum(total.noise, noise, out=total.noise)
     return total
+
+
+def absorbed_rows(problem: Problem, first: Differences, smaller: Differences, pending: Tensor) -> list[int]:
+    """The pending outputs that change at the first step size but not at a smaller one, which rounding may absorb.
+
+    Their changes are multiples of a number that is too large for rounding of the outputs. For example, the changes of
+    (f(x) + 1e6) - 1e6 are multiples of 1e-10, and smaller changes of f(x) have no effect. This does not show that the
+    derivative is zero. If an output is constant next to a kink, for example the kink of relu, its changes at the first
+    step size are not rounded.
+    """
+    rows = (pending & first.derivatives.any(0) & ~smaller.derivatives.any(0)).nonzero().reshape(-1)
+    if not rows.numel():
+        return []
+    quantum, size = torch.full_like(rows, torch.inf, dtype=torch.float64), torch.zeros_like(rows, dtype=torch.float64)
+    for vector in first.directions:
+        for part, step, weight in problem.parts_of(vector):
+            displacement = part * (first.eps * step / weight)
+            plus, minus = (problem.evaluate(True, displacement, sign)[rows] for sign in (1.0, -1.0))
+            quantum = torch.where(plus != minus, torch.minimum(quantum, last_digit(plus - minus)), quantum)
+            size = torch.stack([size, plus.abs(), minus.abs()]).amax(0)
+    return [int(row) for row in rows[~(quantum <= 2 * ROUNDING * problem.unit_roundoff * size)]]
 
 
 def weights(noise: Tensor, norm: float, atol: float, pending: Tensor) -> Tensor:

@@ -255,9 +255,11 @@ def _worst_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -> R
     """The worst of the wrong entries, and further wrong entries, for the report."""
     own = suspects.tolerances
     values, errors, converged = _values_and_errors(suspects, columns)
-    difference, allowed = (suspects.analytical - values).abs(), own.allowed(values)
+    excess = (suspects.analytical - values).abs() / own.allowed(values)
+    at_eps = (suspects.analytical - suspects.numerical).abs() / own.allowed(suspects.numerical)
     # Converged entries first, because they are certain. A NaN is never certain.
-    excess = torch.where(wrong, torch.where(converged, difference / allowed, 0.0), -1.0)
+    excess = torch.where(converged, 1 + excess, (at_eps / (1 + at_eps)).nan_to_num(1.0))
+    excess = torch.where(wrong, excess, -1.0)
     worst_first = excess.argsort(descending=True, stable=True)
     # Tensor subclasses have no tolist.
     order = [int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MAX_OTHER_ENTRIES)]]
@@ -319,6 +321,13 @@ def _numerical_issue(
             f"func is discontinuous at the inputs: its value changes by {abs(jump):.3g} from one side to the other, "
             "however small the step is",
             "discontinuity",
+        )
+    quantum = max(column.hidden_below[row].item() for column in columns for row in _rows_of(suspects, worst))
+    if quantum:
+        return (
+            f"func changes only by multiples of {quantum:.3g}, which is too coarse for steps of eps: an intermediate "
+            "result may be very large or have lower precision",
+            "low precision",
         )
     for column in columns:
         for row in _rows_of(suspects, worst):

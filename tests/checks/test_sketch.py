@@ -615,3 +615,38 @@ def test_certificates_claim_nothing_about_errors_within_their_tolerance() -> Non
     assert report.passed
     assert "errors of at least 1e-05 that exceed their tolerance are detected" in str(report)
     assert "by more than its tolerance" in report.certificates[0].claim
+
+
+class Stairs(torch.autograd.Function):
+    """x, rounded to multiples of the spacing of numbers near `offset`, with a wrong gradient of zero."""
+
+    @staticmethod
+    def forward(x: Tensor, offset: float) -> Tensor:
+        return (x + offset) - offset
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.zeros_like(grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return torch.zeros_like(tangent)
+
+
+@pytest.mark.parametrize("forward", [False, True], ids=["reverse", "forward"])
+@pytest.mark.parametrize("offset", [1e10, 1e11])
+def test_small_steps_that_rounding_absorbs_verify_no_output(offset: float, forward: bool) -> None:
+    x = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    modes = {"check_forward_ad": forward, "check_backward_ad": not forward}
+    report = fastgrad.check(lambda x: Stairs.apply(x, offset), (x,), fast_mode=True, engine="sketch", **modes)
+    assert not report.passed
+
+
+def test_outputs_next_to_a_kink_are_still_verified_by_smaller_steps() -> None:
+    x = torch.linspace(-2e-8, 2e-8, 40, dtype=torch.float64)
+    x = torch.cat([x, torch.linspace(1.0, 2.0, 400, dtype=torch.float64)]).requires_grad_()
+    assert fastgrad.check(torch.relu, (x,), fast_mode=True, engine="sketch").passed

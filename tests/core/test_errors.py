@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad.core.errors import raise_unless_of_func
-from fastgrad.core.native import IS_NATIVE
+from fastgrad.core.errors import _is_of_compiled_module, raise_unless_of_func
+from fastgrad.core.native import IS_NATIVE, ops
+from fastgrad.problem.problem import Problem
 from tests.planted.row import function
 
 CUBE = function(lambda x: x**3, lambda g, x: 3 * x * x * g)
@@ -90,3 +91,14 @@ def test_errors_of_func_and_backward_are_not_fastgrads() -> None:
         raise_unless_of_func(raised_by(bug_in("verdict/confirm.py")))
     with pytest.raises(MemoryError):
         raise_unless_of_func(MemoryError())
+
+
+@pytest.mark.skipif(not IS_NATIVE, reason="plain Python has no compiled module")
+def test_wrong_arguments_of_the_compiled_module_are_a_bug() -> None:
+    with Problem(CUBE, (leaf(3),)) as problem:
+        problem._specs = None  # type: ignore[assignment]
+        error = raised_by(lambda: problem.evaluate(True, torch.zeros(3, dtype=torch.float64)))
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        raise_unless_of_func(error)
+    assert _is_of_compiled_module(raised_by(lambda: ops.compare(None)))
+    assert not _is_of_compiled_module(raised_by(lambda: torch._C._nn.gelu(None)))

@@ -248,7 +248,12 @@ class StraightThrough(torch.autograd.Function):
         (
             lambda v: v.float().double(),
             leaf(0.77),
-            r"at eps: largest absolute error .*, largest relative error 0\.01\d+ \(the worst entry",
+            r"numerical 0\.98\d+\n *\|difference\| 0\.01\d+[^$]*\n *largest absolute error 0\.01\d+, .* error 0\.01",
+        ),
+        (
+            scaled(lambda v: 1 / v, 1.02),
+            leaf(1e-5),
+            r"at eps: largest absolute error .*, largest relative error 0\.0098\d* \(the worst entry was measured",
         ),
         (lambda v: v + 1e-2 * (1e17 * v).sin().detach(), leaf(0.7, 0.1), "did not converge"),
     ],
@@ -416,3 +421,34 @@ def test_steps_that_rounding_inside_func_absorbs_excuse_no_gradient(
     if right is not None:
         assert torch.autograd.gradcheck(right, (x,))
         assert fastgrad.gradcheck(right, (x,), **mode)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 2.0])
+def test_rounding_that_hides_the_derivative_at_eps(factor: float, mode: dict[str, Any]) -> None:
+    """The values are multiples of 2e-9. They change by 6e-10 or less at eps, or by a multiple of 2e-9."""
+
+    def func(x: Tensor) -> Tensor:
+        return (scaled(torch.exp, factor)(x) + 1e7) - 1e7
+
+    x = torch.linspace(-10.0, -8.0, 40, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        fastgrad.gradcheck(func, (x,), **mode)
+    worst = raised.value.report.failure
+    assert worst is not None
+    assert worst.numerical_issue == "low precision"
+    assert "func changes only by multiples of 1.86e-09" in str(raised.value)
+    assert "+-" not in str(raised.value)
+
+
+def test_an_estimated_error_includes_a_hidden_derivative() -> None:
+    x = torch.linspace(-10.0, -8.0, 40, dtype=torch.float64)
+    with Problem(lambda x: (x.exp() + 1e7) - 1e7, (x.requires_grad_(),)) as problem:
+        every = torch.arange(40)
+        found = settled([[measured(problem, every, every, True, 1e-6)]], Tolerances(1e-6, 1e-3))[0]
+    assert bool(((found.values - x.detach().exp()).abs() <= found.errors).all())
+
+
+@pytest.mark.parametrize("x", [0.5 - 1e-7, 0.5 + 1e-7])
+def test_one_jump_next_to_the_inputs_is_not_rounding(x: float) -> None:
+    assert fastgrad.gradcheck(torch.round, (leaf(x, 0.2),))
