@@ -120,9 +120,9 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     if evidence.output_dtype is not None and failure.kind == "mismatch":
         yield Cause(
             "low precision",
-            f"func computes in {evidence.output_dtype} and returns double precision: the values of the output "
-            f"are exactly representable in {evidence.output_dtype}",
-            "checked for all output values that change at a point next to x, except integers",
+            f"func computes in {evidence.output_dtype} and returns double precision",
+            f"{evidence.output_dtype} represents exactly all output values that change at a point next to x, integers "
+            "aside",
             0.96,
         )
     elif failure.numerical_issue is not None and failure.numerical_issue != "not converged":
@@ -144,9 +144,9 @@ def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]
     if modulus(worst.numerical) == 0 and slope and abs(slope - analytical) <= abs(analytical) / 4:
         yield Cause(
             "low precision",
-            f"func is piecewise constant: it does not change over steps of {eps:g}, but over large steps it changes as "
-            "the analytical gradient predicts; func rounds an intermediate result, to a lower precision or by round()",
-            f"a slope of {slope:.3g} over a step of {max(slopes)[0]:.2g}, analytical {analytical:.3g}",
+            "func rounds an intermediate result, to a lower precision or by round(), so that it is piecewise constant",
+            f"func does not change over steps of {eps:g}, but over a step of {max(slopes)[0]:.2g} its slope is "
+            f"{slope:.3g}, analytical {analytical:.3g}",
             0.9,
         )
 
@@ -165,7 +165,7 @@ def _of_steps(
         yield Cause(
             "rounding",
             f"at eps = {eps:g}, rounding hides the difference: one ulp of func's value, divided by eps, is "
-            f"{ulp / eps:.1e}; use a larger eps, or subtract the common offset of the values",
+            f"{ulp / eps:.1e}; use a larger eps, or subtract a constant offset from the values",
             f"|difference| {off:.1e} is within rounding",
             0.95 if is_open else 0.92,
         )
@@ -175,9 +175,10 @@ def _of_steps(
         h, slope = finer[0]
         yield Cause(
             "truncation",
-            f"eps = {eps:g} is too large: func is curved, or has a kink or a jump, within eps of the inputs; a step of "
-            f"{h:.1e} gives the derivative {_number(slope)}, and the analytical one agrees with it up to rounding",
-            f"the analytical derivative is off by {off:.1e} at eps, and by {abs(slope - analytical):.1e} at this step",
+            f"eps = {eps:g} is too large: func is curved, or has a kink or a jump, within eps of the inputs; use a "
+            "smaller eps",
+            f"the analytical derivative is off by {off:.1e} at eps, but by {abs(slope - analytical):.1e} at a step of "
+            f"{h:.1e}, which gives {_number(slope)}",
             0.95 if is_open else 0.88,
         )
 
@@ -202,7 +203,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     if evidence.at_zero is not None and evidence.at_zero != 0:
         yield Cause(
             "nonlinear backward",
-            "backward adds a term that does not depend on grad_output, or omits grad_output",
+            "backward does not multiply its result, or a term of it, by grad_output",
             f"a gradient of {evidence.at_zero:.2g} for a zero grad_output",
             0.95,
         )
@@ -211,7 +212,8 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     if nonlinear:
         c, deviation, size = nonlinear[0]
         measure = (
-            f"grad_output {c:g} times as large: gradient {size:.3g} times as large, relative deviation {deviation:.1e}"
+            f"{c:g} x grad_output gives {size:.3g} x the largest component of the gradient; relative deviation from a "
+            f"linear backward {deviation:.1e}"
         )
         yield Cause("nonlinear backward", _how_nonlinear(scaled), measure, 0.94)
         return
@@ -238,7 +240,7 @@ def _of_terms(evidence: Evidence) -> Iterator[Cause]:
         yield Cause(
             "sparse grad_output",
             "backward depends on which elements of grad_output are zero: it is right only for a grad_output "
-            + ("without zeros" if right_if_dense else "with a single nonzero element, if at all"),
+            + ("without zeros" if right_if_dense else "with a single nonzero element, at most"),
             "the gradients for parts of a grad_output do not add up to the gradient for the whole: "
             f"deviation {evidence.split:.1e}",
             0.92,
@@ -296,9 +298,8 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     if all(graph == graphs[0][: len(graph)] for graph in graphs):
         yield Cause(
             "saved tensor",
-            "backward changes what it reads, a tensor that forward saved or state on ctx: another backward of the same "
-            "graph gives different values, and after another forward, backward gives the first values again",
-            measure,
+            "backward changes what it reads: a tensor that forward saved, or state on ctx",
+            f"{measure}; the first backward after another forward gives the first values again",
             0.96,
         )
     elif all(earlier < later for earlier, later in itertools.pairwise(runs)):
@@ -326,7 +327,7 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
         if abs(power) < 0.01:
             return "the gradient does not grow with grad_output: backward clamps it, uses only its sign, or ignores it"
         return f"backward raises grad_output to the power {power:g}"
-    return "backward is not linear in grad_output: for example a clamp, rounding, or a product of two grad_outputs"
+    return "backward clamps or rounds grad_output, or depends on it nonlinearly in another way"
 
 
 # Forward mode against reverse mode.

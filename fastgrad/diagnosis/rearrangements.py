@@ -59,7 +59,7 @@ class _Matrices:
     outputs: int
 
     def explains(self, rearranged: Tensor, tried: int) -> int:
-        """Number of wrong entries that a rearrangement explains; 0 if it contradicts any known entry, or by chance.
+        """Number of wrong entries that a rearrangement explains; 0 if it contradicts an entry, or may fit by chance.
 
         tried: the number of rearrangements up to this one.
         """
@@ -347,7 +347,7 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
             "overwritten",
             "each element's gradient comes from only one of the outputs that it affects: for repeated indices or "
             "overlapping windows, gradients are assigned instead of accumulated",
-            f"{total} wrong entries, all zero, in columns with one nonzero entry each",
+            "every wrong entry is zero, and each input element has only one nonzero analytical entry",
             0.94,
         )
         return
@@ -357,16 +357,15 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
             f"each element's gradient omits {'most' if share > 0.55 else 'about half'} of the outputs that depend on "
             f"it: a sum or a mean over grad_output is missing{_along(_summed_dims(matrices, sample))}, or a mean or "
             "norm is treated as a constant",
-            f"{int(lost.sum())} of {total} wrong entries are zero, in columns with nonzero entries",
+            f"{int(lost.sum())} of {total} wrong entries are zero, for input elements with other nonzero entries",
             0.92,
         )
         return
     if int(extra.sum()) * 2 < total and _is_outer(torch.where(known, a - n, 0.0), n):
         yield Cause(
             "missing reduction",
-            "the missing part is the same for many elements, up to a factor per row and per column: a sum or a mean "
-            "over grad_output, which must be subtracted or added",
-            "the error is an outer product within each block of the Jacobian",
+            "a sum or a mean over grad_output is missing, superfluous or multiplied by a wrong factor",
+            "within each block of the Jacobian, the error is an outer product of two vectors",
             0.75,
         )
 

@@ -87,8 +87,8 @@ def _zero(count: int, confidence: float, order: int, is_whole: bool = True) -> C
         )
     return Cause(
         "zero gradient",
-        f"the analytical gradient is zero wherever it is wrong: {why}",
-        f"{count} {'entry' if count == 1 else 'entries'}, all zero",
+        f"every wrong analytical entry is zero: {why}",
+        f"{count} wrong {'entry' if count == 1 else 'entries'}",
         confidence,
     )
 
@@ -115,7 +115,7 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float,
             why += f", perhaps a mean over {counts[0]} instead of the {selected} elements that func uses"
         else:
             why += superfluous
-    text = f"the analytical gradient is {k:.4g} x the numerical one wherever it is wrong{why}"
+    text = f"every wrong analytical entry is {k:.4g} x the numerical one{why}"
     return Cause("constant factor", text, f"residual {residual:.0e}", confidence)
 
 
@@ -154,7 +154,7 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
         yield from _of_complex(a, n, failure, sizes)
         return
     k, residual = _fit(a, n)
-    # Equal entries next to right ones are no more evidence than one entry: a mask may be wrong instead of a factor.
+    # Equal wrong entries next to right ones are no better evidence of a factor than one entry: a mask may be wrong.
     right = ~sample.failing & ((sample.analytical != 0) | (sample.numerical != 0))
     is_alone = count == 1 or (bool(right.any()) and _variation(n) == math.inf)
     is_named = any(abs(k / value - 1) <= EXACT / 10 for value in (-1.0, 2.0, 0.5, *NAMED_FACTORS))
@@ -163,7 +163,7 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
         if places == [count, count]:
             yield from _constant_difference(a, n)
     elif abs(k) > 0 and is_alone and not is_named and count >= MIN_DISTINCT:
-        text = f"the analytical gradient is {k.real:.4g} x the numerical one wherever it is wrong"
+        text = f"every wrong analytical entry is {k.real:.4g} x the numerical one"
         yield Cause("constant factor", text, f"{count} equal entries", 0.6)
     elif abs(k) > 0 and (is_named or not is_alone):
         yield _factor(k.real, residual, sizes, 0.6 if is_alone else 0.86, _entries_per_output(sample))
@@ -197,9 +197,9 @@ def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
     if a.numel() > 2 and varying and spread <= EXACT * abs(difference):
         yield Cause(
             "missing term",
-            f"the analytical gradient is too {'small' if difference > 0 else 'large'} by {abs(difference):.4g} "
-            "wherever it is wrong: backward omits or adds the gradient of a term that is linear in the input, for "
-            "example a residual connection",
+            f"every wrong analytical entry is too {'small' if difference > 0 else 'large'} by {abs(difference):.4g}: "
+            "backward omits or adds the gradient of a term that is linear in the input, for example a residual "
+            "connection",
             f"in {a.numel()} entries, to within {spread:.0e}",
             0.9,
         )
@@ -216,7 +216,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
         else:
             yield Cause(
                 "complex factor",
-                f"the analytical gradient is {_complex_text(k)} x the numerical one wherever it is wrong: the factor "
+                f"every wrong analytical entry is {_complex_text(k)} x the numerical one: the factor "
                 f"{_complex_text(1 / k)} is missing",
                 f"residual {residual:.0e}",
                 0.89,

@@ -151,7 +151,7 @@ class LowerCheck:
                 if problem.n and problem.m:
                     judge_by_differences(problem, self._settings.seed, self._outcome)
                 found = None
-            return self._finished(problem) if found is None else found  # the report of a failure is false
+            return self._finished(problem) if found is None else found  # a report of a failure is falsy
 
     def _is_random(self, problem: Problem) -> bool:
         """Whether func is random although the states of torch's generators are restored.
@@ -227,8 +227,8 @@ class LowerCheck:
             )
             return None
         note = (
-            f"found by differences in double precision: {reference.name} is already wrong there, so rounding is not "
-            f"the cause; the gradients in {', '.join(self._outcome.precision.dtypes)} were not compared"
+            f"found by differences in double precision: {reference.name} is wrong, and rounding is not the cause; the "
+            f"gradients in {', '.join(self._outcome.precision.dtypes)} were not compared"
         )
         return replace(report, settings=self._settings, precision=self._outcome.precision, notes=(*report.notes, note))
 

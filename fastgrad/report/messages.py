@@ -234,11 +234,11 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     part = "" if failure.part == "all" else f"{failure.part} part"
     details = ", ".join(filter(None, (tensor, part)))
     kind = f" ({details})" if details else ""
-    verdict = f"is wrong in {_wrong(comparison)}"
+    verdict = f"is wrong in {_wrong(comparison)} of the Jacobian"
     if failure.numerical_issue == "not converged":
         noun = "gradient" if failure.mode == "reverse" else "derivative"
         what = "numerical gradient of" if failure.mode == "reverse" else "numerical derivative with respect to"
-        verdict = f"does not converge; it differs from the analytical {noun} in {_extent(comparison)}"
+        verdict = f"does not converge; it differs from the analytical {noun} in {_extent(comparison)} of the Jacobian"
     return _with_cause(report, f"{_function(report)}: {what} {input_}{kind}{through} {verdict}")
 
 
@@ -478,7 +478,7 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
         which = " (where the errors are finite)"
     elif worst is not None and worst.difference > (1 + MIN_EXCESS) * comparison.largest_absolute:
         # The worst entry was re-measured with other steps, so its error may be larger.
-        at_eps, which = "at eps: ", " (the worst entry was measured again)"
+        at_eps, which = "at eps: ", " (the worst entry was measured again with other steps)"
     elif worst is not None and not worst.numerical:
         which = " (where the numerical entry is not zero)"
     lines += [
@@ -509,7 +509,8 @@ def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
     where = ""
     if comparison.extent is not None:
         where = extent_text(comparison.extent, names, comparison.mismatches)
-    at_eps = " at eps" if comparison.unclear else ""
+    verb = "differs" if comparison.mismatches == 1 else "differ"
+    at_eps = f" {verb} at eps" if comparison.unclear else ""
     return f"{_extent(comparison)}{at_eps}{', ' + where if where else ''}"
 
 

@@ -360,7 +360,8 @@ class LinearityTest:
             if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
                 text += " (but not for a contiguous copy)"
         numbers = (values[which, coordinate].item() for values in (gradients, self._sums, allowed))
-        return nonlinear_sum("reverse", block, coordinate, f"for {text}", "the rows of the Jacobian", *numbers)
+        addends = "the rows of the Jacobian, weighted accordingly,"
+        return nonlinear_sum("reverse", block, coordinate, f"for {text}", addends, *numbers)
 
 
 def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, dict[int, Tensor]]:

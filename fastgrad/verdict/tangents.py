@@ -136,7 +136,8 @@ class TangentLinearityTest:
         which, component, allowed = wrong
         output = block_with(self._problem.outputs, component)
         numbers = (values[which, component].item() for values in (products, self._sums, allowed))
-        return nonlinear_sum("forward", output, component, _WHEN[which], "the columns of the Jacobian", *numbers)
+        addends = "the columns of the Jacobian, weighted accordingly,"
+        return nonlinear_sum("forward", output, component, _WHEN[which], addends, *numbers)
 
 
 def changed_sum(

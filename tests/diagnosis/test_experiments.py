@@ -240,7 +240,7 @@ class OfGraph(torch.autograd.Function):
 
 def test_state_on_ctx_is_no_saved_tensor() -> None:
     (cause,) = check(OfGraph.apply, leaf(5), Settings()).causes
-    assert cause.text.startswith("backward changes what it reads, a tensor that forward saved or state on ctx: another")
+    assert cause.text.startswith("backward changes what it reads: a tensor that forward saved, or state on ctx")
 
 
 def test_a_backward_that_is_wrong_in_some_calls() -> None:

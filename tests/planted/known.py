@@ -69,7 +69,7 @@ ROWS = [
     Row("sign", square(lambda g, x: -2 * x * g), RIGHT_SQUARE),
     Row("factor", square(lambda g, x: x * g), RIGHT_SQUARE, phrase="the factor 2 is missing"),
     Row("small factor", square(lambda g, x: 2.01 * x * g), RIGHT_SQUARE),
-    Row("zero", square(lambda g, x: 0 * g), RIGHT_SQUARE, phrase="gradient is zero wherever it is wrong"),
+    Row("zero", square(lambda g, x: 0 * g), RIGHT_SQUARE, phrase="every wrong analytical entry is zero"),
     Row("none", square(lambda g, x: None), RIGHT_SQUARE),  # type: ignore[arg-type, return-value]
     Row("rolled", square(lambda g, x: (2 * x * g).roll(1, 1)), RIGHT_SQUARE),
     Row("one element", square(_element), RIGHT_SQUARE, phrase="d out0[1, 2] / d in0[1, 2]"),

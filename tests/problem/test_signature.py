@@ -95,8 +95,8 @@ def first_line(checker: Callable[..., Any], *arguments: Any, **keywords: Any) ->
 def test_the_first_line_names_function_argument_extent_and_cause(engine: str, extent: str) -> None:
     line = first_line(fastgrad.gradcheck, Scaled.apply, (leaf(3, 4), leaf(3, 4)), engine=engine)
     assert line == (
-        f"Scaled: gradient of weight (float64[3, 4]) is wrong in {extent}; "
-        "probable cause: the analytical gradient is 0.5 x the numerical one wherever it is wrong: the factor 2 is "
+        f"Scaled: gradient of weight (float64[3, 4]) is wrong in {extent} of the Jacobian; "
+        "probable cause: every wrong analytical entry is 0.5 x the numerical one: the factor 2 is "
         "missing"
     )
 
