@@ -50,7 +50,7 @@ LARGE = [
     Case("layer_norm, 256 x 32", lambda x: F.layer_norm(x, (32,)), leaves((256, 32))),
     Case("conv2d, 4 x 4 x 22 x 22", F.conv2d, leaves((4, 4, 22, 22), (4, 4, 3, 3))),
 ]
-"""Of sparse Jacobians, in slow mode only: torch takes seconds for each."""
+"""Cases with sparse Jacobians, run in slow mode only, because torch takes seconds for each."""
 
 
 def synchronize(device: torch.device) -> None:

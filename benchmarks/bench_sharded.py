@@ -28,7 +28,7 @@ import fastgrad
 
 ROOT = Path(__file__).parents[1]
 STEP = 0.5
-"""Of the flow."""
+"""The step of the flow."""
 
 
 class Flow(torch.autograd.Function):

@@ -61,7 +61,7 @@ def problem(func: Function, x: Tensor, structure: Callable[[], Any] | None = Non
 
 @dataclass
 class Counts:
-    """Calls of a function, and backward passes through it; products of a batch are one call, as they are for func."""
+    """Numbers of calls of a function and of backward passes through it; a batch counts as one."""
 
     evaluations: int = 0
     backwards: int = 0

@@ -29,13 +29,13 @@ ON_A_DEVICE = RESULTS / "nvidia-h200.json"
 BEGIN, END = "<!-- registers: begin -->\n", "<!-- registers: end -->\n"
 
 THREADS, BLOCK = 2048, 256
-"""Threads that a multiprocessor of sm_90 holds, and those of one of our blocks."""
+"""Threads that a multiprocessor of sm_90 holds, and threads of one block of these kernels."""
 
 REGISTERS = 65536
-"""Of a multiprocessor, 32 bits each (CUDA programming guide, technical specifications for each compute capability)."""
+"""32-bit registers of a multiprocessor (CUDA programming guide, specifications for each compute capability)."""
 
 BYTES_PER_CYCLE = 4.8e12 / 132 / 1.98e9
-"""Of memory, for a multiprocessor of an H200: 4.8 TB/s, 132 multiprocessors, 1.98 GHz (NVIDIA's data sheet)."""
+"""Memory bandwidth per multiprocessor of an H200: 4.8 TB/s, 132 multiprocessors, 1.98 GHz (NVIDIA's data sheet)."""
 
 ISSUED_PER_CYCLE, DOUBLES_PER_CYCLE = 4, 2
 """Instructions of warps that a multiprocessor of sm_90 begins in a cycle: four schedulers, and 64 lanes of float64."""
@@ -56,8 +56,7 @@ ELEMENT_BYTES = {
     "Flatten<double>": (16, 16),
     **{f"project_rows_kernel<{k}>": (8 * (1 + k), 8) for k in (1, 2, 4, 8)},  # weights stay in the cache
 }
-"""Per element of a kernel in float64: the bytes that its code reads and writes, and the part of them that memory
-moves."""
+"""Bytes per float64 element of each kernel: those that its code reads and writes, and those that memory moves."""
 
 MEASURED = {
     "compare_kernel<false>": "compare",

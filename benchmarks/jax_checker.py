@@ -24,7 +24,7 @@ Func = Callable[..., Any]
 
 
 def gradcheck(func: Func, inputs: Sequence[Any], *, check_forward_ad: bool = False, **_: Any) -> bool:
-    """As torch's, with jax's tolerances and its random vectors; raise_exception=False is meant."""
+    """Like torch's gradcheck with raise_exception=False, but with jax's tolerances and random vectors."""
     return _passes(func, inputs, 1, "fwd" if check_forward_ad else "rev")
 
 

@@ -34,14 +34,14 @@ def reject_positional(positional: tuple[Any, ...]) -> NoReturn:
 
 _OTHERS = ("grad_outputs", "order", "inputs", "precision", "reference", "reference_device")
 _FIRST_ORDER = {field.name: field.name for field in fields(Settings) if field.name not in _OTHERS}
-"""For each field of Settings, gradcheck's keyword; the fields in `_OTHERS` are set afterwards."""
+"""The keyword of gradcheck for each field of Settings, except those in `_OTHERS`, which are set afterwards."""
 
 _SECOND_ORDER = {
     **{name: keyword for name, keyword in _FIRST_ORDER.items() if name != "check_batched_forward_grad"},
     "check_forward_ad": "check_fwd_over_rev",
     "check_backward_ad": "check_rev_over_rev",
 }
-"""For the same fields, gradgradcheck's keywords; it has no check_batched_forward_grad."""
+"""The keywords of gradgradcheck for the same fields; it has no check_batched_forward_grad."""
 
 _NAMES = {True: tuple(_FIRST_ORDER.values()), False: tuple(_SECOND_ORDER.values())}
 """The keywords of the fields, for gradcheck (True) and for gradgradcheck (False)."""

@@ -210,7 +210,10 @@ class PatternVerdict(_Entries):
         return certificate.explains_products() and (not self._problem.is_custom or certificate.explains_rows(rows))
 
     def by_columns(self) -> tuple[bool, Failure | Incomplete | None]:
-        """Whether columns from differentiating the backward are verified and, if so, the result as from `by_rows`."""
+        """Compares columns from differentiating the backward.
+
+        Returns whether these columns are verified and, if so, the result as from `by_rows`.
+        """
         problem = self._problem
         problem.graph()  # recorded here, so that an exception of func is not taken for one of its backward
         values = unless_rejected(partial(compressed.linear_entries, problem, self.compression))

@@ -353,7 +353,7 @@ def noise_varies(
     differences: Differences,
     measure: Callable[[int], Differences],
 ) -> bool:
-    """Like `func_varies`, where no repeated differences count as quiet; base: the outputs at x, shape (m,)."""
+    """Like `func_varies`, but repeated differences never count as quiet; base: the outputs at x, shape (m,)."""
     return func_varies(
         settings,
         differences.rounding * base.abs(),

@@ -259,7 +259,7 @@ class ProblemPatterns(Detection):
 
     @phase("pattern")
     def align(self) -> Pattern | None:
-        """The pattern by aligned dimensions, if it is not among the guesses because probing may find a better one."""
+        """The pattern by aligned dimensions; None if there is none, or if it was among the guesses."""
         pattern = self._aligned
         return None if pattern is None or self._saves_probes(pattern) else self._plausible(pattern)
 

@@ -53,7 +53,7 @@ VALUES = [math.inf, -math.inf, math.nan, 0.0, 1e300, 1e-300, 1e160]
 # eps changes no value of 1e160 or more, so torch compares with zero.
 STEPS_ARE_REALIZED = 1e160
 MAX_CALLS = 3000
-"""Of func, in a check of three elements, its evidence included."""
+"""Largest number of calls of func in a check of three elements, including the search for a cause."""
 
 
 class Counted:

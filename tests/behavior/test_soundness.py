@@ -16,7 +16,7 @@ import fastgrad
 from tests.planted.adversary import ATTACKS
 
 SEEDS = {("auto", 12): 10, ("auto", 600): 5, ("dense", 12): 2, ("compressed", 12): 2}
-"""By the engine and the number of elements; otherwise one."""
+"""Number of seeds by engine and number of elements; all other combinations have one."""
 
 LARGE_SEEDS = 3
 
@@ -501,7 +501,7 @@ def test_a_backward_that_is_wrong_in_a_few_calls_of_the_compressed_engine(n: int
 
 
 def neighbors_wrong_between(first: int, last: int, spoil: Callable[[Tensor], Any]) -> Func:
-    """The products of neighbors, whose rows make two groups; its backward is wrong in some calls of all."""
+    """The products of neighboring elements: two row groups. The backward is wrong in calls `first` to `last`."""
     calls = 0
 
     class Neighbors(Function):

@@ -1,4 +1,4 @@
-"""Forward mode on a sparsity pattern: the verdicts of the dense engine, for a few calls; wrong jvps fail."""
+"""Forward mode on a sparsity pattern gives the verdicts of the dense engine in a few calls; wrong jvps fail."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ def test_a_loss_in_forward_mode_takes_as_few_calls_at_any_size(
         assert report.passed
         assert report.plan is not None
         assert report.plan.engine == "compressed"
-        assert report.evaluations < 700  # most of them for the pattern, if there is no backward
+        assert report.evaluations < 700  # without a backward, most of them find the pattern
         assert report.jvps <= 20
         assert any("in forward mode, 1 dense row certified" in note for note in report.notes)
         assert any("1 dense row, no single entry of forward mode" in c.claim for c in report.certificates)

@@ -29,7 +29,7 @@ NAMES = (
     *("compressed, right", "compressed, wrong", "compressed by columns, right", "several passes, right"),
     *("several passes, wrong", "forward mode", "second derivatives", "own steps"),
 )
-"""Of checks that take many calls."""
+"""Names of checks that take many calls."""
 
 _CALLS = itertools.count(1)
 

@@ -31,7 +31,7 @@ NOT_SHARED = ("fast", "lower dtype", "forward mode, right", "second derivatives,
 
 @functools.cache
 def said() -> dict[str, dict[tuple[int, int], tuple[int, dict[str, Any]]]]:
-    """By check, then by (number of ranks, or 0 without a group; rank): the parts computed there, and the report."""
+    """The number of parts computed, and the report, by check and by (number of ranks, 0 without a group; rank)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "said"
         run_ranks(max(SIZES), "tests.distributed.run_sharded", str(out), err=f"{out}.err")

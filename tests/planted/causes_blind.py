@@ -720,7 +720,7 @@ plant(
 
 
 def _relative_exponential_grad(g: Tensor, x: Tensor, linear: float) -> Tensor:
-    """Of expm1(x) / x: a series near zero, where the quotient cancels."""
+    """The gradient of expm1(x) / x: a series near zero, where the quotient cancels."""
     return g * torch.where(x.abs() < 0.1, 0.5 + linear * x + x**2 / 8 + x**3 / 30, (x.exp() - x.expm1() / x) / x)
 
 

@@ -312,7 +312,7 @@ CONDITIONS: dict[str, tuple[Callable[[Tensor], Any], Callable[[], tuple[Any, ...
     "layouts: negated lazily": (lambda x: x.is_neg(), matrix),
     "layouts: rows expanded": (lambda x: x.stride(0) == 0, matrix),
 }
-"""When each variant's inputs are in front of a backward, and the inputs it is made of."""
+"""For each variant: whether an input is of this variant, and the inputs from which the variant is made."""
 
 
 def after_offset(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from benchmarks.cases import operators
 from tests.pretended_cuda.sweep import UNLIKE, compare_operator
 
 EVERY = 24
-"""Of the operators; `make sweep-pretended-cuda` goes through all of them."""
+"""One in this many operators is tested here; `make sweep-pretended-cuda` goes through all of them."""
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST = 5.0
-"""Of all values: steps whose results are larger are left out, so that differences stay exact enough."""
+"""Largest modulus of a value; steps with larger results are left out, so that differences stay exact enough."""
 
 MAX_ELEMENTS = 24
-"""Of one value: torch slow mode takes its time."""
+"""Largest number of elements of one value, because torch's slow mode takes long."""
 
 UNFIT = (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError)
 """What an operator raises for values that it does not take."""

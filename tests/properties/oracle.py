@@ -331,7 +331,7 @@ def _jvps(
     Gaps hold a finite number: a jvp that reads it and multiplies it by zero is not a flaw, and is not reported.
     """
     if not len(_flat(inputs)):
-        return  # no derivative, and no jvp is called for one
+        return  # there is no derivative, so no jvp is called
     for name, vector in _vectors(len(_flat(inputs))):
         if name in ("offset", "expanded") or (name == "zero" and not zero):
             continue
@@ -467,7 +467,7 @@ def _without_untracked(program: Program) -> Program:
 
 
 def _once(program: Program) -> Program:
-    """The same program with every tensor passed once and used at all its places: forward mode, not masked."""
+    """The same program with each tensor passed once; changed only in forward mode or with masked=False."""
     if not program.forward and KINDS[program.kind].keywords.get("masked") is not False:
         return program
     to = list(range(len(program.inputs) + len(program.steps)))

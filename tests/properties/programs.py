@@ -182,7 +182,7 @@ def _inputs(pick: Pick, sparse: bool, lazy: bool, small: bool) -> tuple[Input, .
         if made and not sparse and _rarely(pick, 10):
             made.append(replace(made[-1], same_as=len(made) - 1 if made[-1].same_as is None else made[-1].same_as))
             continue
-        if made and pick([True, False]):  # shapes that are related broadcast, multiply and stack
+        if made and pick([True, False]):  # related shapes, so that broadcasting, matmul and stack apply
             shape = pick([made[0].shape, made[0].shape[-1:], made[0].shape[::-1], ()])
         else:
             shape = tuple(

@@ -34,7 +34,7 @@ CRASHING = {"pdist"}
 """Parts of the names of operators whose backward ends the process for an empty input."""
 
 KINDS = ["reverse", "second order", "forward"]
-"""Of programs: those of strided inputs, checked in different ways."""
+"""Kinds of programs that are checked: those with strided inputs."""
 
 
 def operator_samples(every: int, first: int) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""check_variants: planted mistakes are found in their variants, right functions pass; arguments."""
+"""check_variants finds planted mistakes in their variants and passes right functions; tests of its arguments."""
 
 from __future__ import annotations
 
