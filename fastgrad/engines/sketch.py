@@ -39,7 +39,7 @@ NOISE_DROP = 64
 smaller."""
 
 
-class Measured(Protocol):
+class NoisyDerivatives(Protocol):
     """Derivatives along directions, shape (count, m), and the noise of each output, shape (m,)."""
 
     @property
@@ -104,8 +104,8 @@ def derivatives_vary(settings: Settings, again: Tensor, derivative: Tensor, roun
 def func_varies(
     settings: Settings,
     rounding: Tensor | float,
-    differences: Measured,
-    measure: Callable[[int], Measured | None],
+    differences: NoisyDerivatives,
+    measure: Callable[[int], NoisyDerivatives | None],
     is_quiet: Callable[[Any], bool],
     values_move: Callable[[], bool],
 ) -> bool:
