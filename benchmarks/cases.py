@@ -81,7 +81,7 @@ def operator_cases(
     found = 0
     for number, sample in enumerate(samples):
         leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
-        leaves = leaves if device == "cpu" else [_moved(leaf, device) for leaf in leaves]
+        leaves = leaves if device == "cpu" else [_on_device(leaf, device) for leaf in leaves]
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         differentiable = [i for i in tensors if leaves[i].requires_grad]
         positions = tensors if all_tensors else differentiable
@@ -93,7 +93,7 @@ def operator_cases(
         yield Case(name, _recomposed(op, leaves, sample, positions), inputs, op.gradcheck_nondet_tol)
 
 
-def _moved(leaf: Any, device: str) -> Any:
+def _on_device(leaf: Any, device: str) -> Any:
     if isinstance(leaf, torch.device):
         return torch.device(device)
     if not isinstance(leaf, torch.Tensor):

@@ -123,12 +123,12 @@ def loops(code: str) -> Iterable[tuple[str, dict[str, int]]]:
             jump for jump in jumps if not any(jump[0] <= k < m <= jump[1] for k, m in jumps if (k, m) != jump)
         ] or [(0, len(lines) - 1)]
         bodies = [[line[2] for line in lines[first : last + 1]] for first, last in inner]
-        body = max(bodies, key=_moved)
+        body = max(bodies, key=_bytes_moved)
         doubles = sum(name.startswith(("DADD", "DMUL", "DFMA", "DSETP", "F2F.F64")) for name in body)
-        yield part.partition("\n")[0], {"instructions": len(body), "float64": doubles, "bytes": _moved(body)}
+        yield part.partition("\n")[0], {"instructions": len(body), "float64": doubles, "bytes": _bytes_moved(body)}
 
 
-def _moved(body: list[str]) -> int:
+def _bytes_moved(body: list[str]) -> int:
     return sum(_width(name) for name in body if name.startswith(("LDG", "STG", "RED", "ATOMG")))
 
 

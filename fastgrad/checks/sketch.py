@@ -172,10 +172,10 @@ class _Screen:
             self._extrapolated = self._count  # differences that can prove that something is wrong
             self._tentative = differences
             self._earlier = weight, sketch.gradients
-            failure = self._moved(sketch.gradients, weight)
+            failure = self._rerun_failure(sketch.gradients, weight)
             return None if failure is None else Screening(failure)
         if flagged is not None:
-            failure = search.run(sketch) or self._moved(sketch.gradients, weight)
+            failure = search.run(sketch) or self._rerun_failure(sketch.gradients, weight)
             if failure is not None:
                 return Screening(failure)
             flagged = sketch.worst()
@@ -233,7 +233,7 @@ class _Screen:
             except Exception as error:  # one-hot grad_outputs did not raise
                 raise_unless_of_func(error)
                 return sketch, raised_for(cotangent.kind, error)
-            if failure is None and number in earlier and _moves(settings, gradient, earlier[number]):
+            if failure is None and number in earlier and _vjp_varies(settings, gradient, earlier[number]):
                 failure = nondeterministic(problem.outputs[0])
             if failure is not None:
                 return sketch, failure
@@ -254,12 +254,12 @@ class _Screen:
                 break
         return sketch, None
 
-    def _moved(self, gradients: Mapping[int, Tensor], weight: Tensor) -> Failure | None:
+    def _rerun_failure(self, gradients: Mapping[int, Tensor], weight: Tensor) -> Failure | None:
         """The failure if VJPs differ when they are run again, before weights change; keys: numbers of cotangents."""
         rows = self._cotangents(weight)
         for number, gradient in gradients.items():
             again = self._problem.vjp(rows[number].vector().unsqueeze(0), [rows[number].layout])[0]
-            if _moves(self._settings, again, gradient):
+            if _vjp_varies(self._settings, again, gradient):
                 return nondeterministic(self._problem.outputs[0])
         return None
 
@@ -437,7 +437,7 @@ def _repeat_failure(
     return failure or scaled_failure(problem, settings, vector, gradient)
 
 
-def _moves(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
+def _vjp_varies(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
     """Whether a VJP on another graph differs from an earlier one of the same cotangent by more than atol.
 
     False if nondet_tol allows differences.

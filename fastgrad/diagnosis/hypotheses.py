@@ -228,8 +228,8 @@ class Hypotheses:
 
                 def moved(one: _Vectors, own: Block = own, r: Rearrangement = rearrangement) -> Sums:
                     if own is block:
-                        return _moved(one.u, own, r) * one.gradient, one.v * one.slope
-                    return one.u * one.gradient, one.v * _moved(one.slope, own, r)
+                        return _rearranged(one.u, own, r) * one.gradient, one.v * one.slope
+                    return one.u * one.gradient, one.v * _rearranged(one.slope, own, r)
 
                 found = self._explained(rearrangement.name, rearrangement.text, moved)
                 if found is not None:
@@ -436,7 +436,7 @@ def _scaled(coordinates: Tensor, block: Block, scale: Tensor) -> Tensor:
     return scaled
 
 
-def _moved(coordinates: Tensor, block: Block, rearrangement: Rearrangement) -> Tensor:
+def _rearranged(coordinates: Tensor, block: Block, rearrangement: Rearrangement) -> Tensor:
     """A copy of the input or output coordinates, in which those of one block are rearranged."""
     moved = coordinates.clone()
     own = block.slice

@@ -242,7 +242,7 @@ class LowerCheck:
             return report, ""  # the second check did not fail, but the first failure counts
         numerical_issue = str(explained.failure.numerical_issue)
         for factor in (-NEARBY, NEARBY) if numerical_issue in _ISSUES_AT_X else ():
-            nearby = order.check(func, _moved(arguments, factor), self._settings, self._names, explain=False)
+            nearby = order.check(func, _nearby(arguments, factor), self._settings, self._names, explain=False)
             if nearby.failure is None:
                 return nearby, _ISSUES_AT_X[numerical_issue]
         return explained, ""
@@ -318,7 +318,7 @@ def _computes_coarsely(report: Report) -> bool:
     return coarse or named or (report.failure is not None and report.failure.numerical_issue == "low precision")
 
 
-def _moved(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
+def _nearby(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
     """Arguments next to the given ones: each element of a checked tensor is changed by a random share of itself.
 
     The share is between factor / 2 and factor. Zeros are changed by a share of the mean magnitude of their tensor.

@@ -140,7 +140,7 @@ def _derivative(problem: Problem, row: int, w: Tensor, coordinate: int) -> Findi
     """The derivative of a combination along one coordinate; None unless differences show that it fits in the dtype."""
     alone = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     alone[coordinate] = _scales(problem)[coordinate]
-    w = torch.where(_moved(problem, alone), w, 0.0)  # outputs that do not change only add their rounding
+    w = torch.where(_changing_outputs(problem, alone), w, 0.0)  # outputs that do not change only add their rounding
     found = _finding(problem, row, w, torch.zeros_like(alone), alone)
     if found is None:
         return None
@@ -150,7 +150,7 @@ def _derivative(problem: Problem, row: int, w: Tensor, coordinate: int) -> Findi
     return found if sure else None
 
 
-def _moved(problem: Problem, whole: Tensor) -> Tensor:
+def _changing_outputs(problem: Problem, whole: Tensor) -> Tensor:
     """Which outputs change along a direction, for two steps to each side: bool, shape (m,)."""
     base = problem.base()
     moved = torch.zeros_like(base, dtype=torch.bool)

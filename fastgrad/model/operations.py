@@ -102,7 +102,7 @@ def _checked(
         if screen is None:
             return replace(operation, verdict="right", detail="none of its results requires grad", error=0.0)
         if not call.is_custom and not screen.agrees and math.isfinite(screen.scale):
-            moved = _screened(func, _moved(leaves, settings), settings)
+            moved = _screened(func, _next_to(leaves, settings), settings)
             if moved is not None and moved.agrees:
                 screen, operation = moved, replace(operation, detail=AT_KINK)
         operation = replace(operation, error=screen.error, evaluations=screen.evaluations, vjps=screen.vjps)
@@ -116,7 +116,7 @@ def _checked(
     report = _report(func, leaves, settings, scale)
     is_at_kink = report.failure is not None and report.failure.numerical_issue in ("kink", "discontinuity")
     if is_at_kink:
-        report = _report(func, _moved(leaves, settings), settings, scale)
+        report = _report(func, _next_to(leaves, settings), settings, scale)
     verdict = _VERDICTS.get(report.verdict, "undecided")
     said = "" if verdict == "right" else str(report).partition("\n")[0]
     return replace(
@@ -166,7 +166,7 @@ def _report(func: Callable[..., Any], leaves: list[Tensor], settings: Settings, 
     )
 
 
-def _moved(leaves: list[Tensor], settings: Settings) -> list[Tensor]:
+def _next_to(leaves: list[Tensor], settings: Settings) -> list[Tensor]:
     """Points next to the inputs: in a model, inputs are often at kinks or jumps, for example zeros after a relu."""
     moved = []
     for i, leaf in enumerate(leaves):

@@ -226,13 +226,13 @@ class _Kept:
         self._values = tensor.detach().clone()
         self._is_leaf = tensor.is_leaf
         self._version = torch_private.version_of(tensor)
-        self._moves = False
+        self._unversioned = False  # whether its values change without its version counter
 
     def restore(self, look: bool) -> None:
         tensor = self._tensor
-        if look and not self._moves:
-            self._moves = tensor.layout is not torch.strided or not torch.equal(tensor.detach(), self._values)
-        if self._moves or torch_private.version_of(tensor) != self._version:
+        if look and not self._unversioned:
+            self._unversioned = tensor.layout is not torch.strided or not torch.equal(tensor.detach(), self._values)
+        if self._unversioned or torch_private.version_of(tensor) != self._version:
             if self._is_leaf and not tensor.is_leaf:
                 tensor.detach_()  # the buffer was updated with a tensor that requires grad
             # By .data, the version counter does not change: it counts only the module's own writes.

@@ -33,9 +33,9 @@ SMALL = 256
 MAX_WORST = 8
 """Largest number of wrong entries that a comparison names."""
 
-CROWDED = 4
-"""Columns are moved one by one if more than one in this many entries of a block belong to outputs that differ, and are
-wrong or nonzero: moving columns together would then save little."""
+MANY_DEPENDENTS = 4
+"""Columns are moved one by one if more than one in this many entries of a block are wrong or nonzero and belong to outputs
+that differ: moving columns together would then save little."""
 
 FEW_PLACES = 8
 """Largest number of indices along a dimension that an extent lists one by one."""
@@ -153,7 +153,7 @@ class PairComparison:
     unspecified: bool = False
     failing: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
     dependent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    is_crowded: bool = False
+    has_many_dependents: bool = False
     on_pattern: bool = False
     entries_at_hand: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
@@ -235,8 +235,8 @@ class PairComparison:
         # For each output element with a wrong entry, all input elements on which it depends. In forward mode: for each
         # input element with a wrong entry, all output elements that depend on it.
         dependent = differing.any(1, keepdim=True) & (differing | (values[1] != 0))
-        self.is_crowded |= int(dependent.sum()) > dependent.numel() // CROWDED
-        if not self.is_crowded:
+        self.has_many_dependents |= int(dependent.sum()) > dependent.numel() // MANY_DEPENDENTS
+        if not self.has_many_dependents:
             self.dependent.append(elements(*dependent.nonzero(as_tuple=True)))
 
     def _differ(self, analytical: Tensor, numerical: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ class PairComparison:
         The elements of a group may be perturbed together: if an output and an element of the group have an entry that
         differs, this output depends, at eps, on no other element of the group.
         """
-        if self.is_crowded:
+        if self.has_many_dependents:
             return elements
         sides = [torch.cat(side) for side in zip(*self.dependent, strict=True)]
         outputs, inputs = reversed(sides) if self.mode == "forward" else sides

@@ -68,7 +68,7 @@ class RepeatedCalls:
         self._most = 0 if settings.fast_mode else min(2 * problem.m, MAX_CALLS)
         self.rows: dict[int, Tensor] = {}
         self._raised: Exception | None = None
-        self._moved: Block | None = None
+        self._varying_output: Block | None = None
         # The sum of several cotangents, the sum of their VJPs, and the largest size of each component of these VJPs.
         # The VJP of the summed cotangents equals the sum of the VJPs, unless one of them is wrong.
         self._summed: tuple[Tensor, Tensor, Tensor] | None = None
@@ -179,14 +179,14 @@ class RepeatedCalls:
             known = gradient[None, start : start + again.shape[1]]
             own = self._settings.of(block.input.index)
             if not torch.isclose(again, known, own.rtol, own.atol + self._settings.nondet_tol, equal_nan=True).all():
-                self._moved = block.output
+                self._varying_output = block.output
             self._rounding = max(self._rounding, _largest_difference(again, known))
 
     def compare_all(self, jacobian: Tensor) -> None:
         """Like `compare`, for all rows of the Jacobian: float64, shape (m, n)."""
         for row, known in self.rows.items():
             if not gradients_agree(self._problem.inputs, self._settings, jacobian[row : row + 1], known[None], True):
-                self._moved = block_with(self._problem.outputs, row)
+                self._varying_output = block_with(self._problem.outputs, row)
             self._rounding = max(self._rounding, _largest_difference(jacobian[row], known))
 
     @phase("repeated calls")
@@ -197,14 +197,14 @@ class RepeatedCalls:
         """
         if self._raised is not None:
             raise self._raised
-        if self._moved is not None:
-            return nondeterministic(self._moved)
+        if self._varying_output is not None:
+            return nondeterministic(self._varying_output)
         failure = None if self._summed is None else self._sum_failure(*self._summed)
         if failure is not None or self._known is None:
             return failure
-        moved = self._first_moved(self._known, self._order(one_round))
+        varying = self._first_varying(self._known, self._order(one_round))
         self._last = self._problem.vjps
-        return None if moved is None else nondeterministic(moved)
+        return None if varying is None else nondeterministic(varying)
 
     @phase("repeated calls")
     def older_graph_failure(self) -> Failure | None:
@@ -244,7 +244,7 @@ class RepeatedCalls:
         count = len(once) if one_round else max(len(once), self._most - self._problem.vjps)
         return [cycle[call % len(cycle)] for call in range(count)]
 
-    def _first_moved(self, known: Tensor, order: list[int]) -> Block | None:
+    def _first_varying(self, known: Tensor, order: list[int]) -> Block | None:
         """The output of the first call, in this order, whose gradient differs from the known one; None if none does."""
         run = partial(first_varying, self._problem, self._settings)
         if self._at_once == len(self._calls):
