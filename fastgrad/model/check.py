@@ -20,8 +20,8 @@ from fastgrad.checks.description import environment
 from fastgrad.core import torch_private
 from fastgrad.core.memory import free_bytes
 from fastgrad.core.torch_private import hidden_from_dynamo
-from fastgrad.model.between import LossErrorExperiments, at, record
 from fastgrad.model.end_to_end import DirectionalComparison, LossDerivatives, enter_precise
+from fastgrad.model.loss_error import LossErrorExperiments, at, record
 from fastgrad.model.operations import AT_KINK, SCREEN_ERROR, check_operation
 from fastgrad.model.recorder import Recorder
 from fastgrad.model.step import Step
@@ -130,27 +130,27 @@ def _checked(step: Step, settings: Settings, limit: int, start: float) -> ModelR
     calls = list(recorder.calls.values())
     operations = [check_operation(call, settings) for call in calls]
     remarks = _remarks(recorder, step)
-    end_to_end, between = _whole(step, settings, limit, recorder, operations, remarks)
+    end_to_end, experiments = _whole(step, settings, limit, recorder, operations, remarks)
     if end_to_end.verdict == "wrong" and not _any_wrong(operations):
         found = [check_operation(other, settings) for call in calls for other in call.others]
         operations += [one for one in found if one.verdict == "wrong"]
         if len(operations) == len(calls):
-            end_to_end, between = _whole(step, settings, limit, recorder, operations, remarks, explains=True)
+            end_to_end, experiments = _whole(step, settings, limit, recorder, operations, remarks, explains=True)
     operations.sort(key=_order)
     wrong = (one for one in operations if one.verdict == "wrong")
     findings = [Finding("operation", one.detail, one.sites, one.name, (), one.error) for one in wrong]
-    findings += [_with_suspect(one, operations) for one in between.findings]
+    findings += [_with_suspect(one, operations) for one in experiments.findings]
     if end_to_end.verdict != "wrong":
         remarks += _harmless(recorder, step, findings)
     return ModelReport(
         tuple(findings),
         tuple(operations),
         replace(end_to_end, evaluations=step.evaluations),
-        tuple(dict.fromkeys(remarks + between.remarks)),
+        tuple(dict.fromkeys(remarks + experiments.remarks)),
         step_seconds,
         time.perf_counter() - start,
         environment(device),
-        tuple(dict.fromkeys([*between.undecided, *_not_run(step)])),
+        tuple(dict.fromkeys([*experiments.undecided, *_not_run(step)])),
     )
 
 
@@ -169,31 +169,31 @@ def _whole(
     def compare() -> list[DirectionalComparison]:
         return [whole.quickly_along(whole.direction(number)) for number in range(DIRECTIONS)]
 
-    between = LossErrorExperiments(step, whole, limit)
+    experiments = LossErrorExperiments(step, whole, limit)
     with ExitStack() as stack:
         why = enter_precise(step, whole, stack)
         if why:
             remarks.append(f"the end-to-end test ran the model in its own dtype, not in double precision: {why}")
         if any(cut.is_intended for cut in recorder.detached):
-            stack.enter_context(between.holding_intended_constants())
+            stack.enter_context(experiments.holding_intended_constants())
         found = compare()
         if whole.at_kink(found):
             kinks = [f"{one.name}{at(one.sites[0])}" for one in operations if AT_KINK in one.detail]
-            stack.enter_context(between.next_to_kink(kinks))
+            stack.enter_context(experiments.next_to_kink(kinks))
             found = compare()
         elif all(one.agrees for one in found) and whole.is_stationary():
-            stack.enter_context(between.next_to_stationary_point())
+            stack.enter_context(experiments.next_to_stationary_point())
             found = compare()
-        between.look_at_missing()
+        experiments.look_at_missing()
         wrong: DirectionalComparison | None = next((one for one in found if not one.agrees), None)
         if explains and wrong is not None:
-            between.explain(wrong)
+            experiments.explain(wrong)
         elif wrong is not None and _any_wrong(operations):
             remarks.append(
                 "the gradient of the loss is wrong, perhaps only because of these operations: correct them, and check "
                 "again"
             )
-    return whole.result(found), between
+    return whole.result(found), experiments
 
 
 def _any_wrong(operations: Sequence[Operation]) -> bool:

@@ -34,8 +34,8 @@ MAX_WORST = 8
 """Largest number of wrong entries that a comparison names."""
 
 MANY_DEPENDENTS = 4
-"""Columns are moved one by one if more than one in this many entries of a block are wrong or nonzero and belong to outputs
-that differ: moving columns together would then save little."""
+"""Columns are moved one by one if more than one in this many entries of a block are wrong or nonzero, and belong to
+outputs that differ: moving columns together would then save little."""
 
 FEW_PLACES = 8
 """Largest number of indices along a dimension that an extent lists one by one."""
