@@ -144,15 +144,15 @@ def _is_finite(func: Callable[..., Any], inputs: list[Any]) -> bool:
 class Case:
     """The arguments of `fastgrad.check` for a variant.
 
-    may_raise: a phrase of an exception that backward may rightly raise. smooth: the function
-    and inputs for which the existence of the derivative is tested; None: func and inputs.
+    may_raise: a phrase of an exception that backward may rightly raise. tested_for_kinks: the function and inputs for
+    which the existence of the derivative is tested; None: func and inputs.
     """
 
     func: Callable[..., Any]
     inputs: tuple[Any, ...]
     keywords: Mapping[str, Any] = field(default_factory=dict)
     may_raise: str = ""
-    smooth: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+    tested_for_kinks: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
 
 @dataclass(frozen=True)

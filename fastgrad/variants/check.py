@@ -245,7 +245,7 @@ def _of_exception(variant: Variant, subject: Subject, case: Case, error: Excepti
 
 def _at_a_chosen_point(case: Case, verdict: VariantVerdict, line: str) -> tuple[VariantVerdict, str]:
     """Judges a failure at a generated point: it counts only if an entry that has a derivative is wrong."""
-    func, inputs = case.smooth or (case.func, case.inputs)
+    func, inputs = case.tested_for_kinks or (case.func, case.inputs)
     try:
         found = examined(func, inputs)
     except Exception as error:

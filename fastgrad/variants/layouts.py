@@ -89,7 +89,7 @@ def _expanded(subject: Subject, chosen: set[int]) -> Case:
     # The derivative along the expanded rows may exist although func has no derivative at this point.
     whole = subject.with_changed(lambda x: x[:1].expand_as(x).clone(), set(sizes))
     first = subject.with_changed(lambda x: x[:1].clone(), set(sizes))
-    return Case(func, first, smooth=(subject.func, whole))
+    return Case(func, first, tested_for_kinks=(subject.func, whole))
 
 
 _LAYOUTS: tuple[tuple[str, Make, bool], ...] = (
