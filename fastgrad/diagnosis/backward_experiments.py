@@ -108,7 +108,7 @@ class BackwardExperiments(Experiments):
     def _layouts(self, v: Tensor) -> None:
         contiguous = self._try(1, lambda: self._vjp(v))
         if contiguous is not None and self._left() > 0:
-            self._layout("gapped", v, Layout.NON_CONTIGUOUS, contiguous)
+            self._layout("non_contiguous", v, Layout.NON_CONTIGUOUS, contiguous)
             self._layout("offset", v, Layout.OFFSET, contiguous)
         ones = torch.full_like(v, CONSTANT)
         contiguous = self._try(2, lambda: self._vjp(ones))

@@ -251,7 +251,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
     contiguous = "a data_ptr(), view() or kernel that assumes contiguous memory"
     aligned = "a kernel that ignores the storage offset, or uses aligned loads"
     kinds = (
-        (evidence.gapped, evidence.gapped_error, "non-contiguous", contiguous),
+        (evidence.non_contiguous, evidence.non_contiguous_error, "non-contiguous", contiguous),
         (evidence.offset, evidence.offset_error, "at a storage offset", aligned),
         (evidence.expanded, evidence.expanded_error, "expanded (stride 0)", contiguous),
     )
@@ -275,7 +275,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
 
 
 def _modified(evidence: Evidence) -> Cause:
-    error = evidence.gapped_error or evidence.offset_error or evidence.expanded_error
+    error = evidence.non_contiguous_error or evidence.offset_error or evidence.expanded_error
     if evidence.modified is not None and evidence.modified > MIN_DEVIATION:
         measure = f"relative difference {evidence.modified:.1e} of the gradient if backward gets a copy of grad_output"
     else:

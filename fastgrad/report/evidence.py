@@ -166,15 +166,15 @@ class Evidence(EqualByContent):
         Deviation of the sum of the gradients for three parts of v, one of which has a single nonzero element.
     added
         Deviation of the sum of the gradients for two dense vectors that add up to v.
-    gapped
+    non_contiguous
         Deviation of the gradient for a non-contiguous v from the gradient for its contiguous copy. It is infinite if
         only one of the two gradients is finite, or if only the gradient for the copy is zero.
     offset
         The same for a v at a storage offset.
     expanded
         The same for a constant v, expanded with stride 0.
-    gapped_error
-        The exception for a non-contiguous v, if its contiguous copy raises none; gapped is then None.
+    non_contiguous_error
+        The exception for a non-contiguous v, if its contiguous copy raises none; non_contiguous is then None.
     offset_error, expanded_error
         The exception for a v at a storage offset, and for an expanded v.
     modified
@@ -213,10 +213,10 @@ class Evidence(EqualByContent):
     at_zero: float | None = None
     split: float | None = None
     added: float | None = None
-    gapped: float | None = None
+    non_contiguous: float | None = None
     offset: float | None = None
     expanded: float | None = None
-    gapped_error: str | None = None
+    non_contiguous_error: str | None = None
     offset_error: str | None = None
     expanded_error: str | None = None
     modified: float | None = None

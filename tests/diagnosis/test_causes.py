@@ -464,8 +464,8 @@ EXPERIMENTS: list[tuple[Evidence, CauseName]] = [
     (Evidence(after_others=0.1), "saved tensor"),
     (Evidence(at_zero=1e-3), "nonlinear backward"),
     (Evidence(scaled=((-1.0, 2.0, 1.0), (4.0, 3.0, 16.0), (0.5, 0.5, 0.25))), "nonlinear backward"),
-    (Evidence(gapped=0.5), "layout of grad_output"),
-    (Evidence(gapped=math.inf), "layout of grad_output"),
+    (Evidence(non_contiguous=0.5), "layout of grad_output"),
+    (Evidence(non_contiguous=math.inf), "layout of grad_output"),
     (Evidence(expanded_error="RuntimeError: no"), "layout of grad_output"),
     (Evidence(expanded_error="RuntimeError: no", modified=0.0), "modified grad_output"),
     (Evidence(modified=0.1), "modified grad_output"),
@@ -498,13 +498,17 @@ def test_what_experiments_tell(found: Evidence, cause: CauseName | None) -> None
 @pytest.mark.parametrize(
     ("found", "says", "measure"),
     [
-        (Evidence(gapped=math.inf), "backward is wrong for a grad_output that is non-contiguous", "not finite"),
+        (Evidence(non_contiguous=math.inf), "backward is wrong for a grad_output that is non-contiguous", "not finite"),
         (
-            Evidence(gapped=0.5),
+            Evidence(non_contiguous=0.5),
             "backward is wrong for a grad_output that is non-contiguous",
             "relative difference 5.0e-01",
         ),
-        (Evidence(gapped_error="ValueError: no"), "backward raises for a grad_output that is non-cont", "ValueError"),
+        (
+            Evidence(non_contiguous_error="ValueError: no"),
+            "backward raises for a grad_output that is non-cont",
+            "ValueError",
+        ),
         (Evidence(expanded_error="ValueError: no"), "backward raises for a grad_output that is expanded", "ValueError"),
     ],
 )
