@@ -83,7 +83,7 @@ def extension() -> Extension:
 
 
 class BuildWithoutTorch(build_ext):
-    """Says what is missing."""
+    """Ends the build with a message about the missing torch."""
 
     def run(self) -> None:
         raise SystemExit(

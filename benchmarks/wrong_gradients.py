@@ -111,7 +111,7 @@ class WrongGradient:
         return with_structure(problem(self.func, self.point(N)))
 
     def wrong(self) -> Problem:
-        """The function with the wrong one."""
+        """The function with its wrong gradient."""
         right = self.right()
 
         @cache

@@ -143,7 +143,7 @@ def func_varies(
 def contradicts(
     settings: Settings, base: Tensor, before: Differences, better: Differences, repeat: Callable[[], Differences]
 ) -> bool:
-    """Whether better differences along the same directions show that func returned other values before, only once.
+    """Whether better differences along the same directions show that an earlier call of func returned other values.
 
     base: the outputs, shape (m,); repeat: measures the first differences again. It is called only if the first
     differences are not near the better ones.

@@ -61,7 +61,7 @@ def obstacle(inputs: Any, settings: Settings) -> str:
     if settings.check_forward_ad:
         return "forward mode is checked with tolerances only"
     if not settings.check_backward_ad:
-        return "without reverse mode, tolerances are used"
+        return "without reverse mode, checks use tolerances only"
     return ""
 
 

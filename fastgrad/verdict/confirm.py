@@ -327,7 +327,7 @@ def pattern_mismatch(
     findings: Findings,
     mode: Mode = "reverse",
 ) -> Failure | None:
-    """The `mismatch_failure` of the first pair of a sparse Jacobian, in torch's order; in forward mode, for real pairs.
+    """The `mismatch_failure` of the first pair of a sparse Jacobian, in torch's order; real pairs in forward mode.
 
     analytical, numerical: the entries in the pattern, float64, shape (nnz,).
     """

@@ -135,8 +135,8 @@ def incomplete(
 
 def numerical_certificate(directions: int, watched: bool, bound: float) -> Certificate:
     """The certificate from random directions; watched: whether outputs were also compared bit by bit."""
-    method = f"{directions} random directions" + watched * ", and bit by bit"
-    method += ": the derivatives along them against the sums of entries"
+    method = f"derivatives along {directions} random directions, compared with sums of entries"
+    method += watched * "; outputs, compared bit by bit"
     return Certificate("the numerical entries outside the sparsity pattern are zero", method, bound)
 
 

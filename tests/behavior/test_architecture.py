@@ -73,7 +73,7 @@ def test_no_verdict_comes_from_torch() -> None:
         return {module_name(path) for path in MODULES if any(word in path.read_text() for word in words)}
 
     assert modules_with("autograd.gradcheck(", "autograd.gradgradcheck(") == {"fastgrad.testing.torch_reference"}
-    # To show both side by side; patching is requested by those who compare.
+    # The demo shows both verdicts side by side, and `patch` compares them on request.
     users = {module_name(path) for path in MODULES if "fastgrad.testing.torch_reference" in imports(path)}
     assert users == {"fastgrad.tools.demo", "fastgrad.testing.patch"}
     assert {package(name) for name in modules_with("ask_both")} == {"testing", "tools"}

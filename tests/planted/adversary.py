@@ -68,12 +68,15 @@ def signs(rng: Generator, *shape: int) -> Tensor:
     return torch.randint(2, shape, generator=rng) * 2.0 - 1
 
 
-# Hosts: ordinary functions.
+# Hosts: ordinary functions, into whose backward mistakes are planted.
 
 
 @dataclass(frozen=True)
 class Host:
-    """A function with the right gradient; sparse: most entries of its Jacobian are zero."""
+    """A function with the right gradient, into whose backward mistakes are planted.
+
+    sparse: whether most entries of its Jacobian are zero.
+    """
 
     name: str
     make: Callable[[Generator, int], Problem]
@@ -83,17 +86,17 @@ class Host:
 
 
 def unary(f: Callable[[Tensor], Any], multiple: int = 1, dtype: torch.dtype = F64) -> Callable[..., Problem]:
-    """A host of one vector, whose length is a multiple."""
+    """Makes a function of one vector, whose length is n, rounded up to a multiple."""
     return lambda rng, n: (f, (leaf(rng, -(-n // multiple) * multiple, dtype=dtype),))
 
 
 def blocks(f: Callable[[Tensor], Any], width: int = 4, dtype: torch.dtype = F64) -> Callable[..., Problem]:
-    """A host of rows of a width."""
+    """Makes a function of a matrix of about n elements, whose rows have this width."""
     return lambda rng, n: (f, (leaf(rng, max(1, n // width), width, dtype=dtype),))
 
 
 def indexed(f: Callable[[Tensor, Tensor], Any], permutation: bool = False) -> Callable[..., Problem]:
-    """A host of a vector and indices into it."""
+    """Makes a function of a vector and of indices into it."""
 
     def make(rng: Generator, n: int) -> Problem:
         index = torch.randperm(n, generator=rng) if permutation else torch.randint(n, (n,), generator=rng)
@@ -103,7 +106,7 @@ def indexed(f: Callable[[Tensor, Tensor], Any], permutation: bool = False) -> Ca
 
 
 def weighted(f: Callable[[Tensor, Tensor], Any], *shape: int) -> Callable[..., Problem]:
-    """A host of a vector and constant weights of a shape, n where it is 0."""
+    """Makes a function of a vector and of constant weights of this shape, in which 0 stands for n."""
 
     def make(rng: Generator, n: int) -> Problem:
         weights = torch.randn([size or n for size in shape], dtype=F64, generator=rng)
@@ -593,7 +596,7 @@ def right(_: Jacobian, __: Generator) -> Change:
 
 
 def make(name: str, host: Maker, setting: Setting, keywords: Mapping[str, Any]) -> Callable[[int, int], Problem]:
-    """The factory of a row: a host's function with a change on its backward."""
+    """The factory of a row: a host with a change in its backward."""
 
     def factory(seed: int, n: int) -> Problem:
         rng = generator(name, seed, n)
@@ -1088,7 +1091,7 @@ def _last_times(factor: float) -> Callable[[Tensor], Tensor]:
 
 
 def _buffered(stale: bool) -> Function:
-    """exp(x), whose backward reads a buffer that the next forward overwrites; the buffer has another value here."""
+    """exp(x) + exp(x / 2). stale: backward reads a shared buffer, which the second forward has overwritten."""
     buffer: list[Tensor] = []
 
     class Exponential(torch.autograd.Function):

@@ -248,7 +248,7 @@ def blocks() -> tuple[Indices, Indices, int]:
 
 
 def random() -> tuple[Indices, Indices, int]:
-    # One target in each tenth of all targets, so those of a vertex are distinct.
+    # One target in each tenth of all targets, so that the ten targets of a vertex are distinct.
     members = np.random.default_rng(0).integers(0, 20_000, (200_000, 10)) + np.arange(10) * 20_000
     return np.arange(200_001) * 10, members.reshape(-1), 200_000
 
