@@ -42,7 +42,7 @@ SHARE_ONCE = 0.9
 """Share of entries that must be rounded once for the smaller allowance to apply."""
 
 MIN_ONCE = 20
-"""Least number of nonzero entries for this decision."""
+"""Least number of nonzero entries for the smaller allowance to apply."""
 
 ALLOWED_ONCE = 1.1
 """The smaller allowance: this many unit roundoffs times the modulus of the entry, plus one scale."""

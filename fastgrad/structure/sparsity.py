@@ -188,7 +188,9 @@ def guess_dense(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | 
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
     if min(n, m) > ALWAYS_FEW:
         return None
-    return Pattern(np.arange(m + 1) * n, np.tile(np.arange(n), m), n, "a handful of dense rows or columns")
+    return Pattern(
+        np.arange(m + 1) * n, np.tile(np.arange(n), m), n, "all entries, because there are few rows or columns"
+    )
 
 
 def guess_in_order(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern | None:

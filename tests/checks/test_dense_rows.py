@@ -118,7 +118,7 @@ def test_both_at_once_and_what_they_cost() -> None:
 ALONE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, int]] = {
     # function, inputs, the note, and the largest number of evaluations and VJPs
     "a loss": (lambda x: x.tanh().square().sum(), (normal(N),), "1 dense row", 60),
-    "a handful of outputs": (lambda x: torch.stack([x.mean(), x.std(), x.norm()]), (normal(N),), "3 dense rows", 160),
+    "a few outputs": (lambda x: torch.stack([x.mean(), x.std(), x.norm()]), (normal(N),), "3 dense rows", 160),
     "a factor": (
         lambda w: scale()(torch.arange(1.0, N, dtype=w.dtype), w),
         (normal(1).reshape(()),),

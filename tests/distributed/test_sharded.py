@@ -26,7 +26,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.run_sharded import RAISED, SIZES, checks
 
 NOT_SHARED = ("fast", "lower dtype", "forward mode, right", "second derivatives, fast")
-"""Beginnings of the names of checks that may take no work that is worth sharing."""
+"""Beginnings of the names of checks whose work may be too small to be shared."""
 
 
 @functools.cache

@@ -27,7 +27,7 @@ def leaf(*shape: int, seed: int = 0) -> Tensor:
 
 
 def mix(n: int, m: int) -> Func:
-    weight = leaf(m, n, seed=5).detach() / n**0.5  # or tanh is flat
+    weight = leaf(m, n, seed=5).detach() / n**0.5  # larger weights would saturate tanh
     return lambda *xs: torch.tanh(weight @ torch.cat([x.reshape(-1) for x in xs]))
 
 

@@ -264,7 +264,7 @@ def test_what_still_fails_says_why(func: Func, x: Tensor, words: str, mode: dict
 
 
 class Factors(torch.autograd.Function):
-    """Complex numbers, with the parts of the gradient times a factor each."""
+    """The identity of complex numbers; each part of its gradient is multiplied by a factor of its own."""
 
     @staticmethod
     def forward(z: Tensor, real: float, imaginary: float) -> Tensor:
