@@ -212,8 +212,8 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     if nonlinear:
         c, deviation, size = nonlinear[0]
         measure = (
-            f"{c:g} x grad_output gives {size:.3g} x the largest component of the gradient; relative deviation from a "
-            f"linear backward {deviation:.1e}"
+            f"for {c:g} x grad_output, the gradient is {size:.3g} x as large; relative deviation from a linear "
+            f"backward {deviation:.1e}"
         )
         yield Cause("nonlinear backward", _how_nonlinear(scaled), measure, 0.94)
         return

@@ -161,7 +161,7 @@ class LossDerivatives:
             return float(self._step.loss().detach())
 
     def at_kink(self, found: Sequence[DirectionalComparison]) -> bool:
-        """Whether the loss has a kink along a direction whose derivatives differ, or along parameters without gradients."""
+        """Whether the loss has a kink along a wrong direction, or along parameters without gradients."""
         missing = self.missing()
         suspects = [one.vectors for one in found if not one.agrees] + ([self.only(missing)] if missing else [])
         return any(map(self.has_kink, suspects))

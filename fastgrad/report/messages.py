@@ -9,7 +9,7 @@ from fastgrad.report import rounding_text
 from fastgrad.report.data import Certificate, Pair, ReportData
 from fastgrad.report.failure import Comparison, Entry, Extent, Failure, FailureKind, Span, Subject
 from fastgrad.report.rounding_text import index_text
-from fastgrad.report.settings import Settings
+from fastgrad.report.settings import Settings, Tolerances
 
 if TYPE_CHECKING:
     from fastgrad.report.low_precision import LowPrecision
@@ -469,8 +469,7 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
         lines += [
             f"  worst      {entry_name(names, worst)}   analytical {_number(worst.analytical)}   "
             f"numerical {numerical_text(worst)}",
-            f"             |difference| {worst.difference:.3g}, allowed {worst.allowed:.2g} "
-            f"= atol {own.atol:g} + rtol {own.rtol:g} * |numerical|",
+            f"             |difference| {worst.difference:.3g}, {_allowed(worst, own)}",
         ]
     found = "" if comparison.exhaustive else " found"
     at_eps, which = "", ""
@@ -487,6 +486,13 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
         f"error{found} {comparison.largest_relative:.3g}{which}",
     ]
     return lines
+
+
+def _allowed(worst: Entry, own: Tolerances) -> str:
+    """The allowed difference of an entry, as a sum of tolerances."""
+    if not math.isfinite(worst.allowed):
+        return "and no difference is allowed, because the numerical value is not finite"
+    return f"allowed {worst.allowed:.2g} = atol {own.atol:g} + rtol {own.rtol:g} * |numerical|"
 
 
 def entry_name(names: tuple[str, str], entry: Entry) -> str:
@@ -509,9 +515,11 @@ def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
     where = ""
     if comparison.extent is not None:
         where = extent_text(comparison.extent, names, comparison.mismatches)
+    where = f", {where}" if where else ""
+    if not comparison.unclear:
+        return f"{_extent(comparison)}{where}"
     verb = "differs" if comparison.mismatches == 1 else "differ"
-    at_eps = f" {verb} at eps" if comparison.unclear else ""
-    return f"{_extent(comparison)}{at_eps}{', ' + where if where else ''}"
+    return f"{_extent(comparison)} {verb} at eps ({comparison.unclear} perhaps because of rounding or eps){where}"
 
 
 def _wrong(comparison: Comparison) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, get_args
@@ -81,7 +82,7 @@ def test_entries_that_may_differ_by_rounding_are_not_called_wrong() -> None:
     found = report(Failure("mismatch", 0, 1, 0, 2, comparison=comparison(unclear=11)))
     lines = failure_message(found).splitlines()
     assert lines[0] == "func: gradient of in1 is wrong in at least 1 of 8448 entries of the Jacobian"
-    assert lines[4] == "  extent     12 of 8448 entries differ at eps"
+    assert lines[4] == "  extent     12 of 8448 entries differ at eps (11 perhaps because of rounding or eps)"
     assert verdict_line(found) == "gradcheck failed: at least 1 of 8448 entries of d out0 / d in1 is wrong"
 
 
@@ -385,6 +386,14 @@ def test_three_causes_at_most_and_none_without_evidence() -> None:
         "  or cause 2 (measured)",
     ]
     assert "probably" not in failure_message(report(failure))
+
+
+def test_no_tolerance_is_stated_for_a_value_that_is_not_finite() -> None:
+    worst = Entry((3, 17), (5, 2), 1.0, math.nan, math.nan)
+    lines = failure_message(report(Failure("mismatch", 0, 1, 0, 2, comparison=comparison(worst=worst)))).splitlines()
+    assert lines[3].strip() == (
+        "|difference| nan, and no difference is allowed, because the numerical value is not finite"
+    )
 
 
 def test_a_nan_is_reported_as_such() -> None:
