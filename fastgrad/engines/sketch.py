@@ -35,7 +35,7 @@ KINK = 1e-2
 
 
 NOISE_DROP = 64
-"""Noise counts as gone, and not as different rounding in each run, if a repeated measurement is this many times
+"""Noise counts as absent, not as rounding that differs from run to run, if a repeated measurement is this many times
 smaller."""
 
 
