@@ -61,7 +61,7 @@ def without_chance(text: str) -> str:
     text = re.sub(r"(worst +d out\d+)(\[[\d, ]+\])? / d \w+(\[[\d, ]+\])?", r"\1 somewhere", text)
     text = re.sub(r"(of one VJP differ by up to) \S+", r"\1 some", text)
     text = re.sub(r"[\d.]+e-(0[6-9]|[1-9]\d)\b", "small", text)
-    return re.sub(r"\d+ evaluations?, \d+ VJPs?", "calls", text)
+    return re.sub(r"[\d,]+ evaluations?, [\d,]+ VJPs?", "calls", text)
 
 
 def main(arguments: list[str]) -> int:

@@ -127,7 +127,7 @@ def _pair_line(report: ReportData, pair: Pair) -> str:
     """What was compared for a pair of output and input, and the result."""
     excused = pair.mismatches if pair.agrees else 0
     again = "agrees only after it was" if excused == 1 else "agree only after they were"
-    differing = f", {excused} of them {again} measured again" if excused else ""
+    differing = f", {excused:,} of them {again} measured again" if excused else ""
     return (
         f"{jacobian_name(report, pair)}: {_entries(pair)}{differing}, largest absolute error "
         f"{pair.largest_absolute:.2g}, largest relative error {pair.largest_relative:.2g}"
@@ -519,18 +519,18 @@ def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
     if not comparison.unclear:
         return f"{_extent(comparison)}{where}"
     verb = "differs" if comparison.mismatches == 1 else "differ"
-    return f"{_extent(comparison)} {verb} at eps ({comparison.unclear} perhaps because of rounding or eps){where}"
+    return f"{_extent(comparison)} {verb} at eps ({comparison.unclear:,} perhaps because of rounding or eps){where}"
 
 
 def _wrong(comparison: Comparison) -> str:
     """The number of wrong entries, without entries whose difference may result from the error at eps."""
     if not comparison.unclear:
         return _extent(comparison)
-    return f"at least {comparison.mismatches - comparison.unclear} of {_entries(comparison)}"
+    return f"at least {comparison.mismatches - comparison.unclear:,} of {_entries(comparison)}"
 
 
 def _extent(comparison: Comparison) -> str:
-    return f"{'' if comparison.exhaustive else 'at least '}{comparison.mismatches} of {_entries(comparison)}"
+    return f"{'' if comparison.exhaustive else 'at least '}{comparison.mismatches:,} of {_entries(comparison)}"
 
 
 def mismatches_text(pair: Pair) -> str:
@@ -573,7 +573,7 @@ def _positions(report: ReportData, failure: Failure) -> list[str]:
 def count(number: int, noun: str) -> str:
     """A number with its noun, in the singular or the plural."""
     plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
-    return f"{number} {noun if number == 1 else plural}"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def seconds_text(seconds: float) -> str:

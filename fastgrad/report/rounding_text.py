@@ -18,7 +18,7 @@ def passed(precision: LowPrecision) -> str:
         return "all compared gradients are zero"
     if not precision.reference:
         return (
-            f"an error of {_percent(precision.smallest)} would have been found in half of {precision.products} "
+            f"an error of {_percent(precision.smallest)} would have been found in half of {precision.products:,} "
             f"directional derivatives, and an error of {_percent(precision.smallest_most)} in 90 % of them; "
             "an error of a single entry may be hidden"
         )
@@ -44,7 +44,7 @@ def lines(precision: LowPrecision) -> list[str]:
     if precision.worst is not None and not precision.undecided:
         found.append(f"  worst      {_sizes(precision.worst)}")
     if precision.out_of_range:
-        found.append(f"  left out   {precision.out_of_range} entries whose reference is outside the dtype's range")
+        found.append(f"  left out   {precision.out_of_range:,} entries whose reference is outside the dtype's range")
     return found
 
 
@@ -53,20 +53,20 @@ def _compared(precision: LowPrecision) -> str:
         return f"  compared   {precision.rows} in the lower dtype"
     held = "; func computes in a wider dtype, so only one rounding is allowed" if precision.rounded_once else ""
     return (
-        f"  compared   {precision.entries} entries of {precision.products} VJPs ({precision.rows}) with "
+        f"  compared   {precision.entries:,} entries of {precision.products:,} VJPs ({precision.rows}) with "
         f"{precision.reference}; rounding measured in {precision.draws} runs{held}"
     )
 
 
 def verdict(kind: FailureKind, precision: LowPrecision) -> str:
     """The middle of a failure's first line."""
-    entries = "1 entry" if precision.wrong == 1 else f"{precision.wrong} entries"
+    entries = "1 entry" if precision.wrong == 1 else f"{precision.wrong:,} entries"
     if kind == "not finite":
-        return f"is not finite in {entries} of {precision.products} VJPs"
+        return f"is not finite in {entries} of {precision.products:,} VJPs"
     if kind == "biased":
         return "is wrong by a common factor"
     dtypes = ", ".join(precision.dtypes)
-    return f"is wrong in {entries} of {precision.products} VJPs, by more than rounding to {dtypes} explains"
+    return f"is wrong in {entries} of {precision.products:,} VJPs, by more than rounding to {dtypes} explains"
 
 
 def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:

@@ -673,7 +673,7 @@ PAGES = [
 
 def without_measurements(text: str) -> str:
     """What examples print, without times, calls, versions and the sizes of negligible errors."""
-    own = r"\d+ evaluations, \d+ VJPs|[\d.]+ m?s\b|fastgrad [\d.]+, torch .*|0e\+00\b"
+    own = r"[\d,]+ evaluations, [\d,]+ VJPs|[\d.]+ m?s\b|fastgrad [\d.]+, torch .*|0e\+00\b"
     return without_chance(re.sub(own, "...", text)).strip()
 
 

@@ -64,12 +64,12 @@ def test_a_mismatch() -> None:
         0.9,
     )
     assert failure_message(report(failure, causes=(half,))) == (
-        "func: gradient of in1 is wrong in 12 of 8448 entries of the Jacobian; "
+        "func: gradient of in1 is wrong in 12 of 8,448 entries of the Jacobian; "
         "probable cause: every wrong analytical entry is 0.5 x the numerical one\n"
         "Jacobian mismatch for output 0 with respect to input 1:\n"
         "  worst      d out0[3, 17] / d in1[5, 2]   analytical 0.4821   numerical 0.9642\n"
         "             |difference| 0.482, allowed 0.00097 = atol 1e-05 + rtol 0.001 * |numerical|\n"
-        "  extent     12 of 8448 entries\n"
+        "  extent     12 of 8,448 entries\n"
         "             largest absolute error 0.482, largest relative error 0.5\n"
         "  probably every wrong analytical entry is 0.5 x the numerical one (residual 1e-09)\n"
         "  where      input 1 is argument 2 of func (tensors that do not require grad are not counted)\n"
@@ -81,9 +81,9 @@ def test_a_mismatch() -> None:
 def test_entries_that_may_differ_by_rounding_are_not_called_wrong() -> None:
     found = report(Failure("mismatch", 0, 1, 0, 2, comparison=comparison(unclear=11)))
     lines = failure_message(found).splitlines()
-    assert lines[0] == "func: gradient of in1 is wrong in at least 1 of 8448 entries of the Jacobian"
-    assert lines[4] == "  extent     12 of 8448 entries differ at eps (11 perhaps because of rounding or eps)"
-    assert verdict_line(found) == "gradcheck failed: at least 1 of 8448 entries of d out0 / d in1 is wrong"
+    assert lines[0] == "func: gradient of in1 is wrong in at least 1 of 8,448 entries of the Jacobian"
+    assert lines[4] == "  extent     12 of 8,448 entries differ at eps (11 perhaps because of rounding or eps)"
+    assert verdict_line(found) == "gradcheck failed: at least 1 of 8,448 entries of d out0 / d in1 is wrong"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_kinds_of_arguments_that_are_not_all_checked() -> None:
 def test_parts_of_complex_outputs() -> None:
     failure = Failure("mismatch", 0, 0, 0, 0, part="imaginary", comparison=comparison(sum_product=0j))
     first, key_phrase = failure_message(report(failure)).splitlines()[:2]
-    assert first == "func: gradient of in0 (imaginary part) is wrong in 12 of 8448 entries of the Jacobian"
+    assert first == "func: gradient of in0 (imaginary part) is wrong in 12 of 8,448 entries of the Jacobian"
     assert key_phrase == (
         "While considering the imaginary part of complex outputs only, "
         "Jacobian mismatch for output 0 with respect to input 0:"
