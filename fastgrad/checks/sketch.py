@@ -380,7 +380,7 @@ def verified(settings: Settings, bound: float, unresolved: float = 0.0) -> Scree
 @lru_cache(16)
 def _sketch_certificates(size: str, bound: float, cancelling: float, confidence: float) -> tuple[Certificate, ...]:
     count = sketch_size(confidence)
-    method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries against differences"
+    method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries compared with differences"
     pairs = f"the same sums, with probability {confidence:.10g}"
     return (
         Certificate(f"no single entry is wrong by more than {size}", method, bound),

@@ -347,7 +347,7 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
             "overwritten",
             "each element's gradient comes from only one of the outputs that it affects: for repeated indices or "
             "overlapping windows, gradients are assigned instead of accumulated",
-            "every wrong entry is zero, and each input element has only one nonzero analytical entry",
+            "every wrong entry is zero, and its input element has one nonzero analytical entry",
             0.94,
         )
         return
@@ -357,7 +357,8 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
             f"each element's gradient omits {'most' if share > 0.55 else 'about half'} of the outputs that depend on "
             f"it: a sum or a mean over grad_output is missing{_along(_summed_dims(matrices, sample))}, or a mean or "
             "norm is treated as a constant",
-            f"{int(lost.sum())} of {total} wrong entries are zero, for input elements with other nonzero entries",
+            f"{int(lost.sum())} of {total} wrong entries are zero; at least half of their input elements have entries "
+            "that are not",
             0.92,
         )
         return

@@ -75,7 +75,7 @@ def sums_certificate(count: int, bound: float, settings: Settings) -> Certificat
     # A small entry next to larger entries of its row may be off by more than its own tolerance.
     size = "its tolerance" if bound <= settings.atol else "its tolerance or the bound"
     claim = f"no single entry of forward mode is wrong by more than {size}"
-    method = f"{count} random directions: J u by forward mode against differences, output by output"
+    method = f"{count} random directions: J u by forward mode compared with differences, output by output"
     return Certificate(claim, method, settings.of_entries(bound))
 
 

@@ -142,7 +142,7 @@ def check_against_torch(name: str, arguments: tuple[Any, ...], keywords: dict[st
 
 
 def check_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """All six functions on one generated program, by rows and by structure; how many comparisons that were."""
+    """Compares all six functions on a generated program, by rows and by structure; returns how many were compared."""
     generator = random.Random(seed)
     program = generate(lambda options: options[generator.randrange(len(options))], ["reverse", "lazy", "forward"])
     func, given = program.make_func(), [value.detach() for value in program.make_inputs()]
