@@ -163,7 +163,7 @@ def _is_in(row: dict[str, Any]) -> bool:
 
 
 def bandwidth(body: dict[str, int], accessed: int, moved: int) -> dict[str, float]:
-    """Per element: instructions, those of float64, bytes of memory; and the share of a copy's bandwidth."""
+    """Instructions, float64 instructions and memory traffic per element; and the share of a copy's bandwidth."""
     elements = body["bytes"] / accessed
     memory = 32 * elements * moved / BYTES_PER_CYCLE
     issue = max(body["instructions"] / ISSUED_PER_CYCLE, body["float64"] / DOUBLES_PER_CYCLE)

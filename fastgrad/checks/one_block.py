@@ -132,8 +132,8 @@ def _are_near(settings: Settings, cotangent: Tensor, again: Tensor, known: Tenso
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:
     """The rows, if they were run as in the dense engine; otherwise empty.
 
-    Empty if the rows were vectorized, because this may be the cause of a failure; and if they were to be vectorized,
-    because no row was then run twice.
+    Rows that were vectorized do not count, because vectorization may be the cause of a failure. Nor do rows for which
+    it was only planned, because none of them was run twice.
     """
     usual = all(part.repeated.shape[0] == min(part.rows.shape[0], REPEATED_ROWS) for part in backward.parts)
     return backward.parts if usual else ()

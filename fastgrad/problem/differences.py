@@ -35,7 +35,7 @@ class Differences(Evaluation):
         step = STEP if self.progress.is_shown else max(1, count)
         begin = 0
         while begin < count:
-            # No slice of all columns, because making it would take as long as a small column.
+            # A slice of all columns is avoided, because making it would take as long as a small column.
             some, own_eps = columns[begin : begin + step] if begin or step < count else columns, eps
             if self.mixes_inputs:
                 block = block_with(self.inputs, first + begin)

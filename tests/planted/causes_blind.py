@@ -53,7 +53,7 @@ def plant(
     order: int = 1,
     **keywords: Any,
 ) -> None:
-    """Adds one forward with a wrong and a right backward(*grad_outputs, *inputs)."""
+    """Adds a function with a wrong backward and its right twin; a backward takes (*grad_outputs, *inputs)."""
     add(name, cause, function(forward, wrong), function(forward, right), inputs, entry, order, **keywords)
 
 
