@@ -327,7 +327,7 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
         if abs(power) < 0.01:
             return "the gradient does not grow with grad_output: backward clamps it, uses only its sign, or ignores it"
         return f"backward raises grad_output to the power {power:g}"
-    return "backward clamps or rounds grad_output, or depends on it nonlinearly in another way"
+    return "backward clamps or rounds grad_output, multiplies its elements, or is nonlinear in another way"
 
 
 # Forward mode against reverse mode.

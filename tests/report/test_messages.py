@@ -310,7 +310,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "synchronization, or uninitialized memory",
     ),
     "nonlinear backward": (
-        "probably backward clamps or rounds grad_output, or depends on it nonlinearly in another way",
+        "probably backward clamps or rounds grad_output, multiplies its elements, or is nonlinear in another way",
     ),
     "layout of grad_output": (
         "probably backward is wrong for a grad_output that is non-contiguous, but not for a contiguous copy: a "
