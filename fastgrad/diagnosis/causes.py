@@ -39,7 +39,9 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
     if failure.kind == "mismatch":
         found += _of_modes(failure, evidence, report.settings)
         found += _of_experiments(failure, evidence)
-        if sample is not None and bool(sample.failing.any()):
+        if failure.numerical_issue == "not converged":
+            pass  # numerical values that depend on the step are no evidence
+        elif sample is not None and bool(sample.failing.any()):
             found += of_sample(sample, report, failure, own)
         elif failure.comparison is not None:
             found += of_sums(failure.comparison)
@@ -139,13 +141,13 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
 
 def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]) -> Iterator[Cause]:
     """The cause if func is constant over steps of eps but follows the analytical entry over large steps."""
-    slope = max(slopes)[1]
+    step, slope = max(slopes)
     analytical = complex(worst.analytical).real
-    if modulus(worst.numerical) == 0 and slope and abs(slope - analytical) <= abs(analytical) / 4:
+    if step > eps and modulus(worst.numerical) == 0 and slope and abs(slope - analytical) <= abs(analytical) / 4:
         yield Cause(
             "low precision",
             "func rounds an intermediate result, to a lower precision or by round(), so that it is piecewise constant",
-            f"func does not change over steps of {eps:g}, but over a step of {max(slopes)[0]:.2g} its slope is "
+            f"func does not change over steps of {eps:g}, but over a step of {step:.2g} its slope is "
             f"{slope:.3g}, analytical {analytical:.3g}",
             0.9,
         )
@@ -236,11 +238,14 @@ def _of_terms(evidence: Evidence) -> Iterator[Cause]:
             0.94,
         )
     elif evidence.split is not None and not evidence.split <= MIN_DEVIATION:
-        right_if_dense = evidence.dense_error is not None and evidence.dense_error <= 10 * MIN_DEVIATION
+        text = "backward depends on which elements of grad_output are zero"
+        if evidence.dense_error is not None:
+            is_right = evidence.dense_error <= 10 * MIN_DEVIATION
+            text += f": it is {'right' if is_right else 'wrong'} for a grad_output without zeros"
+            text += ", but not for all others" if is_right else ""
         yield Cause(
             "sparse grad_output",
-            "backward depends on which elements of grad_output are zero: it is right only for a grad_output "
-            + ("without zeros" if right_if_dense else "with a single nonzero element, at most"),
+            text,
             "the gradients for parts of a grad_output do not add up to the gradient for the whole: "
             f"deviation {evidence.split:.1e}",
             0.92,

@@ -526,6 +526,36 @@ def test_no_mode_is_right_about_what_is_not_finite(numerical: float) -> None:
     assert diagnose(report) == ()
 
 
+@pytest.mark.parametrize(
+    ("dense_error", "says"),
+    [
+        (None, ""),
+        (1e-9, ": it is right for a grad_output without zeros, but not for all others"),
+        (0.1, ": it is wrong for a grad_output without zeros"),
+    ],
+)
+def test_which_zeros_of_grad_output_matter_is_not_guessed(dense_error: float | None, says: str) -> None:
+    """The backward may be right for some grad_outputs with zeros, and wrong for others."""
+    found = Evidence(split=0.2, added=0.0, dense_error=dense_error)
+    cause, *_ = diagnose(replace(report_of(N + 1, N, SQUARE), sample=None, evidence=found))
+    assert cause.text == "backward depends on which elements of grad_output are zero" + says
+
+
+def test_differences_that_do_not_converge_are_no_evidence_for_a_factor() -> None:
+    """All differences of sin(s x) at eps are the derivative times sin(s eps) / (s eps): a factor without meaning."""
+    x = torch.tensor([1.0, 0.2, 0.0], dtype=torch.float64, requires_grad=True)
+    report = check(lambda x: (1e12 * x).sin(), (x,), Settings())
+    assert (report.verdict, report.causes) == ("not converged", ())
+
+
+def test_only_steps_larger_than_eps_show_that_func_is_a_staircase() -> None:
+    """At x + eps and x - eps, exp(-x^2) is zero; at smaller steps, it changes as the gradient predicts."""
+    x = torch.tensor([0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    report = check(lambda x: (-x * x).exp(), (x,), Settings(eps=1e6))
+    assert report.verdict == "failed"
+    assert "low precision" not in {cause.name for cause in report.causes}
+
+
 LOGARITHM = "func is not finite: output 0 at [2] is -inf"
 
 

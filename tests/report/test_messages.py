@@ -317,8 +317,8 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "data_ptr(), view() or kernel that assumes contiguous memory",
     ),
     "sparse grad_output": (
-        "probably backward depends on which elements of grad_output are zero: it is right only for a grad_output "
-        "without zeros",
+        "probably backward depends on which elements of grad_output are zero: it is right for a grad_output without "
+        "zeros, but not for all others",
     ),
     "modified grad_output": (
         "probably backward writes into grad_output, which other nodes also read: write into a new tensor instead",
