@@ -219,15 +219,9 @@ def second_derivatives(
             pairs = list(combinations(range(n), 2))
             mixed = [(bend(axis(i) + axis(j)) - own[i] - own[j]) / 2 for i, j in pairs]
             values, errors = _settled_bends([*own, *mixed], rounding)
-            i, j = (torch.tensor([*range(n), *(pair[side] for pair in pairs)], device="cpu") for side in (0, 1))
-            i, j = i.to(values.device), j.to(values.device)
-            matrices = []
-            for found in (values, errors):
-                found = found / (scales[i] * scales[j])
-                matrix = torch.zeros(n, n, dtype=torch.float64, device=values.device)
-                matrix[i, j] = found
-                matrix[j, i] = found
-                matrices.append(matrix)
+            i, j = torch.tensor([*((i, i) for i in range(n)), *pairs], device=values.device).unbind(1)
+            matrices = torch.zeros(2, n, n, dtype=torch.float64, device=values.device)
+            matrices[:, i, j] = matrices[:, j, i] = torch.stack([values, errors]) / (scales[i] * scales[j])
             return problem.inputs, matrices[0], matrices[1]
         v = v.to(problem.device)
         length = float((v / scales).abs().max()) or 1.0

@@ -13,7 +13,6 @@ from fastgrad.core import native
 from fastgrad.functional.compressed import Entries
 from fastgrad.functional.containers import (
     OUTPUTS,
-    Parts,
     Sparse,
     Tensors,
     as_tensors,
@@ -57,15 +56,12 @@ def numerical_hessian(func: Func, inputs: Tensors, is_tuple: bool, sparse: Spars
     """`functional.hessian` by second differences."""
     _, blocks, values, errors = _second_derivatives("hessian", func, inputs, None)
 
+    def part(matrix: Tensor, left: Block, right: Block) -> Tensor:
+        own = matrix[left.slice, right.slice].reshape((*left.tensor.shape, *right.tensor.shape)).to(right.tensor.dtype)
+        return own.to_sparse() if sparse is True else own
+
     def parts(matrix: Tensor) -> Any:
-        rows: Parts = []
-        for left in blocks:
-            rows.append([])
-            for right in blocks:
-                own = matrix[left.slice, right.slice]
-                part = own.reshape((*left.tensor.shape, *right.tensor.shape)).to(right.tensor.dtype)
-                rows[-1].append(part.to_sparse() if sparse is True else part)
-        return nested(rows, is_tuple, is_tuple)
+        return nested([[part(matrix, left, right) for right in blocks] for left in blocks], is_tuple, is_tuple)
 
     return (parts(values), parts(errors)) if return_error else parts(values)
 
@@ -111,7 +107,6 @@ def numerical_hessian_product(
     name: str, func: Func, inputs: Tensors, is_tuple: bool, tangents: Tensors, return_error: bool
 ) -> tuple[Any, ...]:
     """`functional.vhp` and `functional.hvp`, which are equal for differences, by second differences."""
-    _check_strided(inputs, name)
     _check_real(inputs, name)
     flat = torch.cat([tangent.detach().reshape(-1).to(torch.float64) for tangent in tangents])
     output, blocks, values, errors = _second_derivatives(name, func, inputs, flat)
@@ -151,11 +146,9 @@ def _product(
         return tuple(tensors)
 
     product = form(unflattened(values), is_tuple)
-    return (
-        (output, product)
-        if errors is None
-        else (output, product, form([error.abs() for error in unflattened(errors)], is_tuple))
-    )
+    if errors is None:
+        return output, product
+    return output, product, form([error.abs() for error in unflattened(errors)], is_tuple)
 
 
 def _check_strided(inputs: Tensors, name: str) -> None:
@@ -195,11 +188,8 @@ def _of_elements(found: Differences, inputs: Tensors, outputs: Tensors, forward:
     """
     row_of, row_part, m = _elements(found.outputs, outputs)
     column_of, column_part, n = _elements(found.inputs, inputs)
-    seeded, seen = (
-        (column_part[found.columns], row_part[found.rows])
-        if forward
-        else (row_part[found.rows], column_part[found.columns])
-    )
+    parts = row_part[found.rows], column_part[found.columns]
+    seeded, seen = reversed(parts) if forward else parts
     chosen = seeded == 0
     places = (row_of[found.rows] * max(1, n) + column_of[found.columns])[chosen]
     keys, where = torch.unique(places, return_inverse=True)
