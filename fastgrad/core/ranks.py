@@ -8,11 +8,10 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fastgrad.core import torch_private
-from fastgrad.core.memory import Parameters, Result
 
 _HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats of rank 0."""
@@ -52,17 +50,13 @@ class RankError(RuntimeError):
     """A rank raised, exited, or did not answer in time."""
 
 
-def store_errors_as_rank_errors(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorates a method: a network error of the store becomes a `RankError`, because rank 0 may have exited."""
-
-    @wraps(method)
-    def using(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
-        try:
-            return method(*arguments, **keywords)
-        except dist.DistNetworkError as error:
-            raise RankError("rank 0 or the store of the process group has exited during the check") from error
-
-    return using
+@contextmanager
+def store_errors_as_rank_errors() -> Iterator[None]:
+    """A context or decorator: a network error of the store becomes a `RankError`, because rank 0 may have exited."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise RankError("rank 0 or the store of the process group has exited during the check") from error
 
 
 class _MessageTimeoutError(Exception):
@@ -195,7 +189,7 @@ class Ranks:
             numbers = ", ".join(map(str, missing))
             raise RankError(f"{several} {numbers} {what} within {self._timeout:g} s") from error
 
-    @store_errors_as_rank_errors
+    @store_errors_as_rank_errors()
     def _push(self, rank: int, value: Any) -> None:
         self._write(f"{self.rank} to {rank}, {self._sent[rank]}", pickle.dumps(value))
         self._sent[rank] += 1
@@ -216,7 +210,7 @@ class Ranks:
         for other in _further(key, first):
             self._store.delete_key(other)
 
-    @store_errors_as_rank_errors
+    @store_errors_as_rank_errors()
     def _pop(self, rank: int) -> Any:
         if self._is_stale:  # the old connection could return a late answer to an earlier request
             self._store, self._is_stale = self.connection(), False

@@ -144,7 +144,7 @@ class Workers(Ranks):
         self._store.set("all are done", "")
         return report
 
-    @store_errors_as_rank_errors
+    @store_errors_as_rank_errors()
     def share(
         self,
         work: Work,
@@ -225,7 +225,7 @@ class Workers(Ranks):
         """The next part of some work that no rank has begun; count: how many are then begun, or given up."""
         return int(self._store.add(f"next {number}", count)) - count
 
-    @store_errors_as_rank_errors
+    @store_errors_as_rank_errors()
     def _follow(self) -> Report:
         while True:
             number = next(self._numbers)

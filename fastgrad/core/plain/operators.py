@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad.core.memory import Parameters, Result
 from fastgrad.core.torch_private import below_autograd
 
-
-def hidden_from_autograd(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorates a function: it runs without graph recording, version counting and `__torch_function__`."""
-
-    @functools.wraps(func)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with below_autograd():
-            return func(*args, **kwargs)
-
-    return run
+hidden_from_autograd = below_autograd()
+"""Decorates a function: it runs without graph recording, version counting and `__torch_function__`."""
 
 
 def real_coordinates(tensor: Tensor) -> Tensor:
