@@ -94,9 +94,7 @@ def of_inputs(subject: Subject) -> list[Variant]:
 
 
 VARIANTS = (
-    Variant("derivatives", "order 2", as_given(order=2)),
-    Variant("derivatives", "order 3", as_given(order=3)),
-    Variant("derivatives", "order 4", as_given(order=4)),
+    *(Variant("derivatives", f"order {order}", as_given(order=order)) for order in (2, 3, 4)),
     Variant("derivatives", "forward mode", as_given(check_forward_ad=True, check_backward_ad=False)),
     Variant("derivatives", "reverse over forward", _reverse_over_forward),
     Variant(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,40 +49,34 @@ def _shares(left: Tensor, right: Tensor) -> bool:
     return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr() and left.numel() > 0
 
 
-def _saved_tensors_copied(subject: Subject) -> Case:
-    def func(*arguments: Any) -> Any:
-        with saved_tensors_hooks(torch.clone, torch.clone):
-            return subject.func(*arguments)
-
-    return Case(func, subject.inputs)
+def _through(call: Callable[..., Any]) -> Callable[[Subject], Case]:
+    """A variant that calls the function by call(func, *arguments)."""
+    return lambda subject: Case(partial(call, subject.func), subject.inputs)
 
 
-def _checkpointed(subject: Subject) -> Case:
+@_through
+def _saved_tensors_copied(func: Callable[..., Any], *arguments: Any) -> Any:
+    with saved_tensors_hooks(torch.clone, torch.clone):
+        return func(*arguments)
+
+
+@_through
+def _checkpointed(func: Callable[..., Any], *arguments: Any) -> Any:
     from torch.utils.checkpoint import checkpoint  # this import takes a second
 
-    return Case(lambda *arguments: checkpoint(subject.func, *arguments, use_reentrant=False), subject.inputs)
+    return checkpoint(func, *arguments, use_reentrant=False)
 
 
-def _another_thread(subject: Subject) -> Case:
-    def func(*arguments: Any) -> Any:
-        found: list[Any] = []
-        records = torch.is_grad_enabled()
+@_through
+def _another_thread(func: Callable[..., Any], *arguments: Any) -> Any:
+    records = torch.is_grad_enabled()
 
-        def run() -> None:
-            try:
-                with torch.set_grad_enabled(records):
-                    found.append(subject.func(*arguments))
-            except BaseException as error:
-                found.append(error)
+    def run() -> Any:
+        with torch.set_grad_enabled(records):
+            return func(*arguments)
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if isinstance(found[0], BaseException):
-            raise found[0]
-        return found[0]
-
-    return Case(func, subject.inputs)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def _under_autocast(subject: Subject) -> Case:
