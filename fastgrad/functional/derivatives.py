@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -32,7 +33,7 @@ from fastgrad.functional.containers import (
     sparse_part,
     zeros,
 )
-from fastgrad.functional.linear_map import backward_map, backward_of_backward_map, forward_map, tangents_along
+from fastgrad.functional.linear_map import LinearMap, backward_map, backward_of_backward_map, tangents_along
 from fastgrad.functional.numerical import numerical_hessian, numerical_jacobian
 from fastgrad.functional.products import check_product_options
 from fastgrad.problem.caller_state import restores_caller_state
@@ -461,7 +462,8 @@ def _forward(name: str, func: Func, given: Tensors, options: _Options, symmetric
     found: Entries | None = None
     if all(_is_plain(tensor, primals[0].device) and is_differentiable(tensor) for tensor in (*outputs, *primals)):
         is_real = not any(tensor.is_complex() for tensor in (*outputs, *primals))
-        found = entries_by_structure(forward_map(tuple_of, primals, outputs), symmetric=symmetric and is_real)
+        along = LinearMap(partial(tangents_along, tuple_of, primals), primals, outputs)
+        found = entries_by_structure(along, symmetric=symmetric and is_real)
     if found is not None:
         sparse = is_sparse_enough(found, options.sparse)
         return outputs_are_tuple, of_entries(found.transposed(), outputs, primals, dtypes, sparse)

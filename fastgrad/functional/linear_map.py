@@ -127,13 +127,6 @@ def backward_of_backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     return LinearMap(apply, inputs, outputs)
 
 
-def forward_map(
-    func: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> LinearMap:
-    """The map u -> J u by forward-mode AD, one evaluation of func per product; outputs: func's outputs at inputs."""
-    return LinearMap(lambda seeds: tangents_along(func, inputs, seeds), inputs, outputs)
-
-
 def tangents_along(
     func: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> list[Tensor | None]:
