@@ -53,8 +53,7 @@ def _set_full_precision(restored: list[Callable[[], None]]) -> bool:
 
     restored: functions that restore the caller's settings are appended; they must be called in reverse order.
     """
-    convolutions, recurrent, on_cpu = cudnn.conv, cudnn.rnn, mkldnn.matmul  # type: ignore[attr-defined]
-    places: tuple[Any, ...] = (cuda.matmul, convolutions, recurrent, on_cpu)
+    places: tuple[Any, ...] = (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul)  # type: ignore[attr-defined]
     newer = [place.fp32_precision for place in places]
     matmul = _or_none(torch.get_float32_matmul_precision)
     convolution = _or_none(lambda: cudnn.allow_tf32)

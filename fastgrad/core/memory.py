@@ -42,15 +42,12 @@ def free_bytes(
     address_space
         The limit of the process's virtual memory, in bytes; None: its own (RLIMIT_AS).
     """
-    limits = [*_left_by_groups(proc, cgroups)]
-    system = _left_by_system(proc)
-    if system is not None:
-        limits.append(system)
+    limits = [*_left_by_groups(proc, cgroups), _left_by_system(proc)]
     space = _address_space() if address_space is None else address_space
     used = _first_number(proc / "self" / "statm")
     if space is not None and used is not None:
         limits.append(space - used * os.sysconf("SC_PAGE_SIZE"))
-    return max(0, min(limits, default=UNKNOWN_BYTES))
+    return max(0, min((limit for limit in limits if limit is not None), default=UNKNOWN_BYTES))
 
 
 def _left_by_system(proc: Path) -> int | None:
