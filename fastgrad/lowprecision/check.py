@@ -15,13 +15,13 @@ from torch import Tensor
 from fastgrad.checks import order
 from fastgrad.checks.complete import other_checks_failure
 from fastgrad.checks.description import environment, subject
-from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.precision import LOWER
 from fastgrad.core.progress import Progress
 from fastgrad.core.random import RandomState
+from fastgrad.core.tensors import largest, largest_change, near
 from fastgrad.lowprecision.comparison import Comparison
 from fastgrad.lowprecision.probes import probes_of, random_cotangent
-from fastgrad.lowprecision.reference import IncomparableError, Products, Reference
+from fastgrad.lowprecision.reference import IncomparableError, Products, Reference, comparable
 from fastgrad.lowprecision.rounding import unit_roundoff
 from fastgrad.lowprecision.verdict import Outcome, judge, judge_by_differences
 from fastgrad.problem.arguments import as_tuple
@@ -164,11 +164,8 @@ class LowerCheck:
         self._draws = self._states.has_changed()
         self._states.restore()
         problem.graph()
-        both = first.isfinite() & again.isfinite()
-        if not bool(both.any()):
-            return False
-        room = SAME_DRAW * problem.unit_roundoff * float(first[both].abs().max())
-        return bool(((first - again)[both].abs() > room).any())
+        room = SAME_DRAW * problem.unit_roundoff * largest(first[first.isfinite()])
+        return not bool(near(first, again, room).all())
 
     def _with_reference(self, problem: Problem, make: Callable[[], Reference]) -> Report | None:
         """Compares with the reference; returns a report if the reference itself is wrong."""
@@ -206,11 +203,7 @@ class LowerCheck:
     def _check_reference(self, reference: Reference) -> Report | None:
         """Checks the reference in double precision; returns its report if it fails."""
         func = self._seeded(reference.func) if self._draws else reference.func
-        try:
-            report, nearby = self._first_that_passes(func, reference.arguments)
-        except Exception as error:
-            raise_if_transient(error, partial(self._first_that_passes, func, reference.arguments))
-            raise IncomparableError(f"{reference.name} raises {type(error).__name__}: {error}") from error
+        report, nearby = comparable(reference.name, partial(self._first_that_passes, func, reference.arguments))
         if nearby:
             self._outcome.notes.append(f"the reference was checked next to x, because at x {nearby}")
         if report.failure is not None and _computes_coarsely(report) and self._settings.reference is None:
@@ -278,8 +271,7 @@ class LowerCheck:
             return Failure("dtype")
         if not match.sizes:
             return Failure("size")
-        difference = torch.where((left == right) | (left.isnan() & right.isnan()), 0.0, (left - right).abs())
-        return Failure("nondeterministic") if float(difference.max()) > self._settings.nondet_tol else None
+        return Failure("nondeterministic") if largest_change(left, right) > self._settings.nondet_tol else None
 
     def _finished(self, problem: Problem) -> Report:
         """Builds the report."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastgrad.core import native
 from fastgrad.core.errors import raise_if_transient, unless_rejected
+from fastgrad.core.memory import Result
 from fastgrad.core.random import RandomState
 from fastgrad.lowprecision.rounding import Arithmetic, largest_number, smallest_subnormal, unit_roundoff
 from fastgrad.problem.arguments import as_tuple
@@ -47,6 +48,17 @@ class Reference:
 
 class IncomparableError(Exception):
     """The reference does not run, or its results do not match those of the function."""
+
+
+def comparable(name: str, run: Callable[[], Result]) -> Result:
+    """Runs a reference; raises IncomparableError if it raises twice."""
+    try:
+        return run()
+    except IncomparableError:
+        raise
+    except Exception as error:
+        raise_if_transient(error, run)
+        raise IncomparableError(f"{name} raises {type(error).__name__}: {error}") from error
 
 
 @contextmanager
@@ -117,13 +129,7 @@ class Products:
         self.device = self._leaves[0].device
         self.inputs, self.outputs = (Coordinates(blocks, self.device) for blocks in (self._inputs, self._outputs))
         self.failures: set[str] = set()
-        try:
-            self._graph = self._run(self._leaves)
-        except IncomparableError:
-            raise
-        except Exception as error:
-            raise_if_transient(error, partial(self._run, self._leaves))
-            raise IncomparableError(f"{reference.name} raises {type(error).__name__}: {error}") from error
+        self._graph = comparable(reference.name, partial(self._run, self._leaves))
         if not any(output.requires_grad for output in self._graph):
             raise IncomparableError(f"no output of {reference.name} requires grad")
         self.dtypes = [output.dtype for output in self._graph]

@@ -480,6 +480,36 @@ def test_values_that_are_not_finite_are_undecided() -> None:
     assert torch.equal(x.isnan(), torch.tensor([False, True]))
 
 
+def test_nan_in_a_single_call_does_not_pass() -> None:
+    calls = {"forward": 0, "backward": 0}
+    bad = {"forward": -1, "backward": -1}
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return counted("forward", x.sin())
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return counted("backward", grad * ctx.saved_tensors[0].cos())
+
+    def counted(name: str, value: Tensor) -> Tensor:
+        calls[name] += 1
+        return torch.full_like(value, torch.nan) if calls[name] == bad[name] else value
+
+    def checked(name: str = "forward", number: int = -1) -> fastgrad.Report:
+        calls.update(forward=0, backward=0)
+        bad.update({"forward": -1, "backward": -1, name: number})
+        return fastgrad.check(Sine.apply, normal(3, dtype=torch.float32), reference=torch.sin)
+
+    assert checked().verdict == "passed"
+    # The values of the third forward call are not compared: it only records the graph.
+    for name, count in {"forward": 2, "backward": calls["backward"]}.items():
+        verdicts = [checked(name, number).verdict for number in range(1, count + 1)]
+        assert "passed" not in verdicts, (name, verdicts)
+
+
 def test_a_backward_that_depends_on_random_numbers_is_undecided() -> None:
     class Masked(torch.autograd.Function):
         @staticmethod
