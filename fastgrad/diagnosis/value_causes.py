@@ -153,7 +153,7 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
     if a.is_complex():
         yield from _of_complex(a, n, failure, sizes)
         return
-    k, residual = _fit(a, n)
+    k, residual = fit(a, n)
     # Equal wrong entries next to right ones are no better evidence of a factor than one entry: a mask may be wrong.
     right = ~sample.failing & ((sample.analytical != 0) | (sample.numerical != 0))
     is_alone = count == 1 or (bool(right.any()) and _variation(n) == math.inf)
@@ -208,8 +208,8 @@ def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
 def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -> Iterator[Cause]:
     if a.numel() == 1:
         return
-    k, residual = _fit(a, n)
-    conjugate, conjugate_residual = _fit(a, n.conj().resolve_conj())
+    k, residual = fit(a, n)
+    conjugate, conjugate_residual = fit(a, n.conj().resolve_conj())
     if residual <= most_unexplained(k):
         if abs(k.imag) <= RESIDUAL * abs(k):
             yield _factor(k.real, residual, sizes, 0.86)
@@ -233,7 +233,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
         )
     else:
         for part, kept in (("real", n.real + 0j), ("imaginary", 1j * n.imag)):
-            scale, part_residual = _fit(a, kept)
+            scale, part_residual = fit(a, kept)
             if part_residual <= RESIDUAL and bool((kept != 0).any()):
                 yield Cause(
                     "complex factor",
@@ -251,7 +251,7 @@ def _complex_text(k: complex) -> str:
     return f"{k.imag:.4g}j" if abs(k.real) <= EXACT * abs(k) else f"{k:.4g}"
 
 
-def _fit(a: Tensor, n: Tensor) -> tuple[complex, float]:
+def fit(a: Tensor, n: Tensor) -> tuple[complex, float]:
     """The k that minimizes |a - k n|, and the residual |a - k n| / |a|; (0, infinity) if a or n is zero."""
     total = float((n.abs() ** 2).sum())
     size = float(a.abs().square().sum().sqrt())

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fastgrad.core.precision import ROUNDING, spacing
+from fastgrad.core.tensors import near
 
 Placement = Shard | Replicate | Partial
 
@@ -106,10 +107,9 @@ def difference(parts: Sequence[Tensor], placement: Placement) -> Difference | No
             continue
         # Each rank may add up a sum over ranks in a different order.
         allowed = ROUNDING * spacing(part.dtype) * parts[0].abs().nan_to_num(0.0, 0.0, 0.0).max()
-        apart = (part - parts[0]).abs()
-        both_nan = part.isnan() & parts[0].isnan()
-        wrong = ~(apart <= allowed) & ~both_nan & (part != parts[0])
+        wrong = ~near(part, parts[0], allowed)
         if bool(wrong.any()):
-            index = wrong.nonzero()[int(apart[wrong].nan_to_num(torch.inf).argmax())].tolist()
+            apart = (part - parts[0]).abs()[wrong]
+            index = wrong.nonzero()[int(apart.nan_to_num(torch.inf).argmax())].tolist()
             return Difference(rank, index, part[tuple(index)].item(), parts[0][tuple(index)].item())
     return None

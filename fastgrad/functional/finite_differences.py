@@ -88,8 +88,7 @@ def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) 
 
 def _step(problem: Problem) -> float:
     """The step within which func should be nearly linear: that of checks, or a larger one for lower precision."""
-    coarsest: float = max((spacing(block.tensor.dtype) for block in (*problem.inputs, *problem.outputs)), default=0.0)
-    return min(LARGEST_STEP, max(Settings().eps, math.sqrt(coarsest)))
+    return min(LARGEST_STEP, max(Settings().eps, math.sqrt(2 * problem.unit_roundoff)))
 
 
 def _detection_settings(problem: Problem) -> Settings:
@@ -213,8 +212,7 @@ def second_derivatives(
             return _second_differences(problem, record_graph, base, direction)
 
         own = [bend(axis(i)) for i in range(n)]
-        ulp = max(spacing(block.tensor.dtype) for block in (*problem.inputs, *problem.outputs))
-        rounding = ulp * base.abs().clamp(min=1.0)
+        rounding = 2 * problem.unit_roundoff * base.abs().clamp(min=1.0)
         if v is None:
             pairs = list(combinations(range(n), 2))
             mixed = [(bend(axis(i) + axis(j)) - own[i] - own[j]) / 2 for i, j in pairs]

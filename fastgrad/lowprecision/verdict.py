@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.native import Layout
+from fastgrad.diagnosis.value_causes import fit
 from fastgrad.lowprecision import differences
 from fastgrad.lowprecision.comparison import Comparison, rounded_entry
 from fastgrad.lowprecision.probes import FACTOR, LAYOUTS, SCALED, Probes, one_row, row_behind
@@ -288,9 +289,8 @@ def causes_of(found: Tensor, expected: Tensor) -> tuple[Cause, ...]:
         return ()
     if not bool(found.any()):
         return (Cause("zero gradient", "the gradient is zero there", f"{found.numel()} entries", 0.9),)
-    total = float(expected.square().sum())
-    factor = float((found * expected).sum()) / total if total else 0.0
-    rest = float((found - factor * expected).square().sum() / found.square().sum()) ** 0.5
+    k, rest = fit(found, expected)
+    factor = k.real
     if not factor or not rest <= SAME_FACTOR * min(1.0, abs(1 - factor) * 4):
         return ()
     measure = f"relative residual {rest:.1g}, in {found.numel()} entries"
