@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from fastgrad.core.torch_private import tensors_in
 from fastgrad.problem.signature import place_name
 from fastgrad.problem.validation import is_differentiable
 
@@ -101,8 +101,8 @@ class ConstantParts(_Calls):
         if torch.compiler.is_compiling() or self._left < 0:
             return func(*args, **(kwargs or {}))  # traced as if this mode were not active
         result = func(*args, **(kwargs or {}))
-        sources = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        sources = [tensor for tensor in sources if tensor.requires_grad or id(tensor) in self._derived]
+        tensors = tensors_in((args, kwargs))
+        sources = [tensor for tensor in tensors if tensor.requires_grad or id(tensor) in self._derived]
         call = self._call(func)
         is_value = isinstance(result, float) or is_differentiable(result)
         if call is None or not sources or not is_value or _is_in_place(call.name):

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.gradcheck import GradcheckError
 
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.problem.second_order import differentiable_outputs
+from fastgrad.problem.second_order import grad_outputs_for
 
 Value = TypeVar("Value")
 
@@ -74,10 +74,8 @@ def torch_gradgradcheck(func: Callable[..., Any], inputs: Any, grad_outputs: Any
     keywords = _spelled_for_torch(keywords)
 
     def check() -> None:
-        grads = grad_outputs
-        if isinstance(grads, str) and grads == "ones":
-            outputs = differentiable_outputs(func(*as_tuple(inputs)))
-            grads = tuple(torch.ones_like(output, requires_grad=False) for output in outputs)
+        with_ones = isinstance(grad_outputs, str) and grad_outputs == "ones"
+        grads = grad_outputs_for(func, as_tuple(inputs), "ones", 0) if with_ones else grad_outputs
         torch.autograd.gradgradcheck(func, inputs, grads, **keywords)
 
     with setting(_asking, True):
