@@ -381,6 +381,6 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
             findings.certificates += found.certificates
             continue
         if is_affordable(problem):
-            return exactly("the sketch did not decide")
+            return exactly("random directions did not decide")
         findings.note_undecided(found.undecided)
     return plan, None

@@ -61,7 +61,7 @@ class SmallPattern:
         return int(((columns >= block.first) & (columns < block.end)).sum())
 
 
-UNDECIDED_SUMS = "decided by the exact engine, because the sketch did not decide"
+UNDECIDED_SUMS = "decided by the exact engine, because random directions did not decide"
 """The note of a report if sums decided nothing, and all entries were compared."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.phases import phase
-from fastgrad.engines.ridders import Refinement, measured, settled
+from fastgrad.engines.ridders import LARGEST_STEP, Refinement, measured, settled
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Difference, Entry, NumericalIssue, modulus
@@ -154,7 +154,9 @@ def worst_remeasured(
         the tolerance.
     """
     suspects, own = Suspects.joined(groups), groups[0].tolerances
-    if quickly:
+    if (
+        quickly and eps * suspects.input.step <= LARGEST_STEP
+    ):  # steps of a larger eps may all be larger than func's scale
         columns = _refined(problem, record_graph, eps, groups, quickly=True)
         clear = _clearly_wrong(suspects, columns)
         if bool(clear.any()):
@@ -314,35 +316,26 @@ def _numerical_issue(
     columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, moved: bool
 ) -> tuple[str, NumericalIssue | None]:
     """Special properties of the worst entry's derivative: a clause, and the name of the property."""
-    own, width = suspects.tolerances, suspects.outputs.shape[1]
-    jump = max((column.jumps[row].item() for column in columns for row in _rows_of(suspects, worst)), key=abs)
+    own, parts = suspects.tolerances, [(column, row) for column in columns for row in _rows_of(suspects, worst)]
+    jump = max((column.jumps[row].item() for column, row in parts), key=abs)
     if jump and not moved:
         return (
             f"func is discontinuous at the inputs: its value changes by {abs(jump):.3g} from one side to the other, "
             "however small the step is",
             "discontinuity",
         )
-    quantum = max(column.hidden_below[row].item() for column in columns for row in _rows_of(suspects, worst))
+    quantum = max(column.hidden_below[row].item() for column, row in parts)
     if quantum:
         return (
             f"func changes only by multiples of {quantum:.3g}, which is too coarse for steps of eps: an intermediate "
             "result may be very large or have lower precision",
             "low precision",
         )
-    for column in columns:
-        for row in _rows_of(suspects, worst):
-            if column.is_kink(row, own) and not _is_steep(column, row):
-                sides = f"{column.left[row].item():.6g} (left) and {column.right[row].item():.6g} (right)"
-                if bool(column.bent[row]):
-                    return f"func has a kink at the inputs: the one-sided derivatives are {sides}", "kink"
-                return (
-                    f"func has a kink next to the inputs: with steps of eps, the one-sided derivatives are {sides}; "
-                    "they are closer to each other with much smaller steps",
-                    "not converged",
-                )
+    for column, row in parts:
+        if column.is_kink(row, own) and not _is_steep(column, row):
+            return _kink(column, row)
     at_eps = suspects.numerical[worst].abs().item()
-    rows = slice(worst * width, (worst + 1) * width)
-    is_constant = not any(bool(column.values[rows].any()) for column in columns)
+    is_constant = not any(bool(column.values[row]) for column, row in parts)
     # If the analytical entry is zero, it agrees, and func may have a kink between x and the steps that change it.
     if is_constant and at_eps > own.atol and bool(suspects.analytical[worst] != 0):
         return (
@@ -350,7 +343,7 @@ def _numerical_issue(
             "an intermediate result may have lower precision",
             "low precision",
         )
-    if any(bool(column.doubtful[rows].any()) for column in columns):
+    if any(bool(column.doubtful[row]) for column, row in parts):
         return (
             "steps much smaller than eps give another derivative, although func is a straight line there: an "
             "intermediate result may have lower precision",
@@ -359,12 +352,24 @@ def _numerical_issue(
     if not sure:
         return (
             "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth "
-            "there, or its values are too large for differences of small steps",
+            "there, varies within much less than eps, or has values that are too large for differences of small steps",
             "not converged",
         )
     if moved:
         return "func is not deterministic: evaluated again at the same points, it gives other values", None
     return "", None
+
+
+def _kink(column: Refinement, row: int) -> tuple[str, NumericalIssue]:
+    """The clause about a kink at the inputs, or next to them, and its name."""
+    sides = f"{column.left[row].item():.6g} (left) and {column.right[row].item():.6g} (right)"
+    if bool(column.bent[row]):
+        return f"func has a kink at the inputs: the one-sided derivatives are {sides}", "kink"
+    return (
+        f"func has a kink next to the inputs: with steps of eps, the one-sided derivatives are {sides}; they are "
+        "closer to each other with much smaller steps",
+        "not converged",
+    )
 
 
 def _is_steep(column: Refinement, row: int) -> bool:

@@ -19,6 +19,7 @@ from fastgrad.engines.plan import sketch_size
 from fastgrad.engines.sketch import weights
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
+from tests.planted.row import function
 
 FAST = {"fast_mode": True, "engine": "sketch"}
 
@@ -500,7 +501,9 @@ def test_a_jump_that_only_joint_steps_cross_is_left_to_the_exact_engine(n: int, 
 
     report = fast(jumps, x)
     assert report.verdict == verdict, str(report)
-    exact = any("decided by the exact engine, because the sketch did not decide" in note for note in report.notes)
+    exact = any(
+        "decided by the exact engine, because random directions did not decide" in note for note in report.notes
+    )
     assert exact == (verdict == "passed")
 
 
@@ -650,3 +653,14 @@ def test_outputs_next_to_a_kink_are_still_verified_by_smaller_steps() -> None:
     x = torch.linspace(-2e-8, 2e-8, 40, dtype=torch.float64)
     x = torch.cat([x, torch.linspace(1.0, 2.0, 400, dtype=torch.float64)]).requires_grad_()
     assert fastgrad.check(torch.relu, (x,), fast_mode=True, engine="sketch").passed
+
+
+@pytest.mark.parametrize("engine", ["auto", "sketch"])
+@pytest.mark.parametrize("n", [5, 300])
+def test_an_infinite_gradient_is_not_called_nondeterministic(n: int, engine: Any) -> None:
+    factors = torch.ones(n, dtype=torch.float64).index_fill(0, torch.tensor([2]), float("inf"))
+    wrong = function(torch.sin, lambda grad, x: grad * x.cos() * factors)
+    x = torch.linspace(0.1, 0.9, n, dtype=torch.float64, requires_grad=True)
+    report = fastgrad.check(wrong, (x,), fast_mode=True, engine=engine)
+    assert report.failure is not None
+    assert report.failure.kind == "mismatch"

@@ -445,10 +445,18 @@ def test_an_estimated_error_includes_a_hidden_derivative() -> None:
     x = torch.linspace(-10.0, -8.0, 40, dtype=torch.float64)
     with Problem(lambda x: (x.exp() + 1e7) - 1e7, (x.requires_grad_(),)) as problem:
         every = torch.arange(40)
-        found = settled([[measured(problem, every, every, True, 1e-6)]], Tolerances(1e-6, 1e-3))[0]
+        found = settled([[measured(problem, every, every, True, 1e-6)]], Tolerances(atol=1e-6, rtol=1e-3))[0]
     assert bool(((found.values - x.detach().exp()).abs() <= found.errors).all())
 
 
 @pytest.mark.parametrize("x", [0.5 - 1e-7, 0.5 + 1e-7])
 def test_one_jump_next_to_the_inputs_is_not_rounding(x: float) -> None:
     assert fastgrad.gradcheck(torch.round, (leaf(x, 0.2),))
+
+
+@pytest.mark.parametrize("eps", [1e3, 1e6, 1e8])
+@pytest.mark.parametrize("func", [torch.sin, lambda v: (-v * v).exp()])
+def test_a_large_eps_finds_right_gradients_right(func: Func, eps: float) -> None:
+    x = leaf(0.1, 0.5, 1.2)
+    assert fastgrad.gradcheck(func, (x,), eps=eps)
+    assert not fastgrad.gradcheck(scaled(func, 1.1), (x,), eps=eps, raise_exception=False)

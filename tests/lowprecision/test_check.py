@@ -768,3 +768,16 @@ def test_one_wrong_row_among_more_than_are_compared_one_by_one(monkeypatch: pyte
     assert report.precision.worst.output_index == report.precision.worst.input_index == (20,)
     assert report.failure is not None
     assert report.failure.kind == "beyond rounding"
+
+
+@pytest.mark.parametrize("mode", [{}, {"fast_mode": True}], ids=["exact", "fast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", ["inf", "nan"])
+def test_a_gradient_that_is_not_finite_is_wrong_where_func_is_finite(
+    factor: str, dtype: torch.dtype, mode: dict[str, Any]
+) -> None:
+    factors = torch.tensor([1.0, 1.0, float(factor), 1.0])
+    wrong = function(torch.sin, lambda grad, x: grad * x.cos() * factors.to(x.dtype))
+    report = fastgrad.check(wrong, (torch.linspace(0.1, 0.9, 4, dtype=dtype).requires_grad_(),), **mode)
+    assert report.verdict == "failed"
+    assert f"d inputs[0][2]   analytical {factor}   numerical" in str(report)
