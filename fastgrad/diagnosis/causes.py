@@ -39,11 +39,10 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
     if failure.kind == "mismatch":
         found += _of_modes(failure, evidence, report.settings)
         found += _of_experiments(failure, evidence)
-        if failure.numerical_issue == "not converged":
-            pass  # numerical values that depend on the step are no evidence
-        elif sample is not None and bool(sample.failing.any()):
+        is_known = failure.numerical_issue != "not converged"  # values that depend on the step are no evidence
+        if is_known and sample is not None and bool(sample.failing.any()):
             found += of_sample(sample, report, failure, own)
-        elif failure.comparison is not None:
+        elif is_known and failure.comparison is not None:
             found += of_sums(failure.comparison)
     best: dict[str, Cause] = {}
     for cause in sorted(found, key=lambda cause: -cause.confidence):

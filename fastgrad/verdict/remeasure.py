@@ -154,9 +154,8 @@ def worst_remeasured(
         the tolerance.
     """
     suspects, own = Suspects.joined(groups), groups[0].tolerances
-    if (
-        quickly and eps * suspects.input.step <= LARGEST_STEP
-    ):  # steps of a larger eps may all be larger than func's scale
+    # With a larger eps, all of a few steps may be larger than the scale on which func varies.
+    if quickly and eps * suspects.input.step <= LARGEST_STEP:
         columns = _refined(problem, record_graph, eps, groups, quickly=True)
         clear = _clearly_wrong(suspects, columns)
         if bool(clear.any()):

@@ -15,7 +15,7 @@ import fastgrad
 from fastgrad.checks.order import check
 from fastgrad.core.native import IS_NATIVE
 from fastgrad.diagnosis import experiments
-from fastgrad.diagnosis.causes import diagnose
+from fastgrad.diagnosis.causes import _of_stairs, diagnose
 from fastgrad.diagnosis.value_causes import constant_factor, is_zero
 from fastgrad.report.data import Plan
 from fastgrad.report.evidence import CauseName, Evidence, Explanation, Sample
@@ -548,12 +548,10 @@ def test_differences_that_do_not_converge_are_no_evidence_for_a_factor() -> None
     assert (report.verdict, report.causes) == ("not converged", ())
 
 
-def test_only_steps_larger_than_eps_show_that_func_is_a_staircase() -> None:
-    """At x + eps and x - eps, exp(-x^2) is zero; at smaller steps, it changes as the gradient predicts."""
-    x = torch.tensor([0.2, 0.5], dtype=torch.float64, requires_grad=True)
-    report = check(lambda x: (-x * x).exp(), (x,), Settings(eps=1e6))
-    assert report.verdict == "failed"
-    assert "low precision" not in {cause.name for cause in report.causes}
+@pytest.mark.parametrize(("eps", "count"), [(1e-6, 1), (0.5, 0)])
+def test_only_steps_larger_than_eps_show_that_func_is_a_staircase(eps: float, count: int) -> None:
+    worst = Entry((0,), (0,), analytical=1.0, numerical=0.0, allowed=1e-5)
+    assert len([*_of_stairs(eps, worst, ((0.125, 1.1), (0.0625, 0.9)))]) == count
 
 
 LOGARITHM = "func is not finite: output 0 at [2] is -inf"
