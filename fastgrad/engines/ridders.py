@@ -109,9 +109,9 @@ class Refinement:
     doubtful
         Whether func is straight at steps of eps and larger, with a slope other than `values`. Then `values` come from
         rounding inside func: bool, shape (entries,).
-    hidden_below
-        Where rounding inside func may hide a derivative at steps of eps: all changes of func are multiples of this
-        number. Zero elsewhere: float64, shape (entries,).
+    quantum
+        Where rounding inside func may hide a derivative at steps of eps: the number of which all changes of func are
+        multiples. Zero elsewhere: float64, shape (entries,).
     curved
         Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (entries,).
     bent
@@ -132,7 +132,7 @@ class Refinement:
     moves: Tensor
     drift: Tensor
     doubtful: Tensor
-    hidden_below: Tensor
+    quantum: Tensor
     curved: Tensor
     bent: Tensor
     jumps: Tensor
@@ -352,11 +352,11 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
         some = some[sure]
         values[some], errors[some] = (result[sure] for result in better)
         doubtful[some] = False
-    hidden_below = _hide(one, quantum, values, errors, own, other)
-    doubtful |= hidden_below != 0
+    hidden = _hidden_derivatives(one, quantum, values, own, other)
+    doubtful |= hidden != 0
     sides, moves = (one.left, one.right, one.at_eps), (ROUNDING * one.rounding / eps, one.drift / (2 * eps))
     shape = _is_curved(one), _is_bent(one), _jumps(one, own, other)
-    found = values, errors, *sides, *moves, doubtful, hidden_below, *shape
+    found = values, errors + hidden, *sides, *moves, doubtful, torch.where(hidden != 0, quantum, 0.0), *shape
     return Refinement(*found, one.steps.t(), one.changes.t(), one.widths.t())
 
 
@@ -434,21 +434,20 @@ def _is_absorbed(one: Measured, quantum: Tensor) -> Tensor:
     return explained & (quantum <= ROUNDED * 2 * one.step * slope)
 
 
-def _hide(one: Measured, quantum: Tensor, values: Tensor, errors: Tensor, own: Tolerances, other: Tensor) -> Tensor:
-    """Adds to `errors` the derivatives that rounding inside func may hide at eps; returns `Refinement.hidden_below`.
+def _hidden_derivatives(one: Measured, quantum: Tensor, values: Tensor, own: Tolerances, other: Tensor) -> Tensor:
+    """How far the derivatives that rounding inside func may hide are from `values`: float64, shape (entries,).
 
-    A func that returns multiples of `quantum` by intention has these changes too. So neither the derivative of the
-    small steps, which is zero, nor that of the large ones is certain.
+    Zero where nothing is hidden. A func that returns multiples of `quantum` by intention changes like one that rounds.
+    So neither the derivative of the small steps, which is zero, nor that of the large ones is certain.
     """
-    hidden_below = torch.zeros_like(quantum)
+    hidden = torch.zeros_like(quantum)
     some = quantum.isfinite().nonzero().reshape(-1)
     if some.numel():
         value, error = extrapolate(one.slopes[:, some], one.widths[:, some], quantum[some], one.ratio)
         distance = (value - values[some]).abs()
         matters = (error <= HIDDEN_SHARE * value.abs()) & (distance > own.allowed(torch.hypot(value, other[some])))
-        some, possible = some[matters], (distance + error)[matters]
-        hidden_below[some], errors[some] = quantum[some], errors[some] + possible
-    return hidden_below
+        hidden[some] = torch.where(matters, distance + error, 0.0)
+    return hidden
 
 
 def _is_curved(one: Measured) -> Tensor:

@@ -323,7 +323,7 @@ def _numerical_issue(
             "however small the step is",
             "discontinuity",
         )
-    quantum = max(column.hidden_below[row].item() for column, row in parts)
+    quantum = max(column.quantum[row].item() for column, row in parts)
     if quantum:
         return (
             f"func changes only by multiples of {quantum:.3g}, which is too coarse for steps of eps: an intermediate "
