@@ -23,7 +23,7 @@ std::vector<at::Tensor> vjp(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
     const std::vector<at::Tensor>& cotangents, bool create_graph);
 
-// Rejects tensors whose storage was freed or shrunk: backward would read values that it saved there.
+// Rejects tensors whose storage was freed or shrunk: backward may read values that forward saved in it.
 void check_vjp_memory(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
     const std::vector<at::Tensor>& cotangents);

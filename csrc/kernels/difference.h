@@ -13,8 +13,8 @@ FASTGRAD_HOST_DEVICE T perturbed(T x, double step) {
   return static_cast<T>(static_cast<double>(x) + step);
 }
 
-// (x + step) - (x - step) in floating point, which is not 2 step. An infinite x does not move, and this difference is
-// NaN. Then the result is 2 step, so that a function that is constant in x has the derivative zero.
+// (x + step) - (x - step) in floating point. Rounding can make it differ from 2 step. If x is infinite, it is NaN.
+// Then the result is 2 step, so that a function that is constant in x has the derivative zero.
 template <typename T>
 FASTGRAD_HOST_DEVICE double realized_width(T x, double step) {
   const double width = static_cast<double>(perturbed(x, step)) - static_cast<double>(perturbed(x, -step));

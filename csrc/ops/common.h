@@ -68,7 +68,7 @@ void check_apart(
 void check_same_or_apart(
     const char* op, const char* out_name, const at::Tensor& out, const char* name, const at::Tensor& tensor);
 
-// Rejects an `x`, the argument `name`, that cannot be written, and an origin that is not a C-contiguous snapshot of it.
+// Rejects x if it cannot be written, and origin if it is not a C-contiguous snapshot of x. name: of x, in messages.
 void check_origin(const char* op, const at::Tensor& x, const at::Tensor& origin, const char* name = "x");
 
 // Whether a Python subclass intercepts the operators on `tensor`: it knows the operators of ATen, but not fastgrad's.

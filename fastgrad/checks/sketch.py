@@ -118,7 +118,7 @@ class _Screen:
         self._first: Differences | None = None
         self._tentative: Differences | None = None  # those for which a sum looked wrong, before better differences
         self._earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
-        self._doubted: dict[int, float] = {}  # as `_Search.doubtful`, with the smallest error over the step sizes
+        self._doubted: dict[int, float] = {}  # per output that no wrong entry explains, the smallest error of its sums
         self._suspected = 0.0  # the largest error that sums suggested but single entries did not confirm
         self._bound = settings.atol
         self._smallest_bound = math.inf

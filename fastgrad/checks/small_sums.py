@@ -130,7 +130,7 @@ def _plain(check: SmallCheck) -> ScreeningGradOutputs:
 
 
 def undecided_calls_repeat(check: SmallCheck) -> bool:
-    """Whether the calls of undecided sums, repeated after all entries agreed, give the same results again."""
+    """Whether the calls of undecided sums give the same results again. They are repeated after all entries agreed."""
     assert check.undecided_sums is not None
     if not steps_repeat(check, check.steps):
         return False

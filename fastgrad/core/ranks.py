@@ -160,7 +160,7 @@ class Ranks:
         self._push(0, value)
 
     def end(self, value: Any) -> None:
-        """Sends the result of the check from rank 0, and waits for all ranks: the store may exit with rank 0."""
+        """Sends the result from rank 0, and waits until all ranks have it: the store may end with rank 0."""
         self.order([value] * self.count)
         with suppress(RankError):
             self.answers()

@@ -122,8 +122,8 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
         yield Cause(
             "low precision",
             f"func computes in {evidence.output_dtype} and returns double precision",
-            f"{evidence.output_dtype} represents exactly all output values that change at a point next to x, integers "
-            "aside",
+            "x was moved a little: all output values that changed, except integers, are exact numbers of "
+            f"{evidence.output_dtype}",
             0.96,
         )
     elif failure.numerical_issue is not None and failure.numerical_issue != "not converged":
@@ -331,7 +331,9 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
         if abs(power) < 0.01:
             return "the gradient does not grow with grad_output: backward clamps it, uses only its sign, or ignores it"
         return f"backward raises grad_output to the power {power:g}"
-    return "backward clamps or rounds grad_output, multiplies its elements, or is nonlinear in another way"
+    return (
+        "backward clamps or rounds grad_output, multiplies its elements with each other, or is nonlinear in another way"
+    )
 
 
 # Forward mode against reverse mode.

@@ -251,9 +251,9 @@ def _rule(
     if chance > (max_chance if places.is_complete else CHANCE_IN_SAMPLE):
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
-    wrong = {1: "the only wrong element", 2: "both wrong elements"}.get(bad, f"all {bad} wrong elements")
+    wrong = {1: "the only element", 2: "both elements"}.get(bad, f"all {bad} elements")
     sampled = "" if places.is_complete else " in the sample"
-    measure = f"covers {wrong} and none of the {total - bad} right ones{sampled}"
+    measure = f"covers {wrong} with wrong entries, and none of the {total - bad} others{sampled}"
     return _of(places, Cause(name, text, measure, base * (1 - chance)), covers, chance, edges)
 
 

@@ -310,7 +310,7 @@ def _of_dimensions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
             "wrong dimension",
             f"backward sums, or scans, along dimension {instead}; in func, elements depend on each other along "
             f"dimension {along}",
-            f"no nonzero analytical entry couples elements along dimension {along}",
+            f"all analytical entries that couple elements along dimension {along} are zero",
             0.93,
         )
 

@@ -198,8 +198,7 @@ def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
         yield Cause(
             "missing term",
             f"every wrong analytical entry is too {'small' if difference > 0 else 'large'} by {abs(difference):.4g}: "
-            "backward omits or adds the gradient of a term that is linear in the input, for example a residual "
-            "connection",
+            "backward omits a term that is linear in the input, for example a residual connection, or adds one",
             f"in {a.numel()} entries, to within {spread:.0e}",
             0.9,
         )
@@ -226,7 +225,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
         plain = abs(c - 1) <= EXACT
         yield Cause(
             "missing conjugate" if plain else "complex factor",
-            "the analytical gradient is the complex conjugate of the right one"
+            "backward uses the complex conjugate of the right derivative"
             + (": a conj() is missing" if plain else f", multiplied by {_complex_text(c)}"),
             f"residual {conjugate_residual:.0e}",
             0.95 if plain else 0.85,

@@ -600,7 +600,7 @@ def _extrapolated(
         coarse, fine = estimates[k - 1 : -1, k - 1], estimates[k:, k - 1]
         estimates[k:, k] = fine + (fine - coarse) / (ratio ** (2 * k) - 1)
         differences[k:, k] = np.maximum(np.abs(estimates[k:, k] - fine), np.abs(estimates[k:, k] - coarse))
-    # How much the smallest steps scatter around the line through them, in units of func's values.
+    # How far the changes at the smallest steps are from a fitted line through zero, in units of func's values.
     finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST_STEPS)
     width = np.where(finest, widths, 0.0)
     line = (slopes * width**2).sum(0) / (width**2).sum(0)

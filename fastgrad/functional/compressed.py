@@ -136,7 +136,7 @@ def entries_by_structure(
                 found = Entries(i, j, scheme.values(), rows.m, rows.n)
                 if _is_certified(rows, found):
                     return found
-    except Exception as error:  # without groups, func or backward may not raise
+    except Exception as error:  # func or backward may raise only for groups: the caller then runs single rows
         raise_unless_of_func(error)
         return None
     return None

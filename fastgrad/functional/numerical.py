@@ -183,8 +183,9 @@ def _second_derivatives(
 def _of_elements(found: Differences, inputs: Tensors, outputs: Tensors, forward: bool) -> tuple[Entries, Entries]:
     """The Jacobian over elements, and its errors, from the Jacobian over real coordinates.
 
-    An entry belongs to the seed 1. For a complex output, it comes from the row of the real part. For a complex input,
-    its real and imaginary parts come from two columns. In forward mode, outputs and inputs are interchanged.
+    An entry is the gradient for a grad_output of 1. So for a complex output, only the row of the real part is used. For
+    a complex input, two columns give the real and the imaginary part of the entry. In forward mode, outputs and inputs
+    are interchanged.
     """
     row_of, row_part, m = _elements(found.outputs, outputs)
     column_of, column_part, n = _elements(found.inputs, inputs)

@@ -108,7 +108,7 @@ def second_order_reference(
 def make_reference(
     func: Callable[..., Any], arguments: tuple[Any, ...], wanted: Wanted, device: str | None
 ) -> Reference:
-    """The reference of func(*arguments), also of a `Backward`."""
+    """The reference of func(*arguments); func may be a `Backward`."""
     if not isinstance(func, Backward):
         return reference_for(func, arguments, wanted, device)
     first = partial(reference_for, func.__wrapped__, arguments[: func.count], wanted, device)

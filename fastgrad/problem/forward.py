@@ -43,7 +43,7 @@ class _CustomCalls(TorchFunctionMode):
         self.found = False
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function of torch."""
+        """Runs a function of torch; notes whether it makes or reads dual tensors."""
         self.found |= func in torch_private.DUAL_TENSOR_FUNCTIONS
         return func(*args, **(kwargs or {}))
 

@@ -231,7 +231,11 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     what = "gradient of" if failure.mode == "reverse" else "forward-mode derivative with respect to"
     through = f" through {output}" if len(subject.outputs) > 1 else ""
     tensor = _input_kind(subject, failure)
-    part = "" if failure.part == "all" else f"{failure.part} part"
+    part = (
+        ""
+        if failure.part == "all"
+        else f"{failure.part} part of {'inputs' if failure.mode == 'forward' else 'outputs'}"
+    )
     details = ", ".join(filter(None, (tensor, part)))
     kind = f" ({details})" if details else ""
     verdict = f"is wrong in {_wrong(comparison)} of the Jacobian"
@@ -389,7 +393,7 @@ _PHRASES: dict[FailureKind, str] = {
     "size": "Analytical gradient has incorrect size for {output}.",
     "nondeterministic func": "{varying} is not deterministic: {detail}.",
     "nonlinear": "{derivative} is not linear in {vector}: {detail}.",
-    "raises": "{derivative} raises for some values of {vector}, but not for all: {detail}.",
+    "raises": "{derivative} raises for some {vector}s, but not for all: {detail}.",
     "not multiplied by grad_output": "backward not multiplied by grad_output: with a zero grad_output the gradient of "
     "{input} is not zero.",
     "incorrect gradient": "{detail} for {input}.",
@@ -523,7 +527,7 @@ def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
 
 
 def _wrong(comparison: Comparison) -> str:
-    """The number of wrong entries, without entries whose difference may result from the error at eps."""
+    """The number of wrong entries, as text, without those whose difference rounding or the size of eps may explain."""
     if not comparison.unclear:
         return _extent(comparison)
     return f"at least {comparison.mismatches - comparison.unclear:,} of {_entries(comparison)}"

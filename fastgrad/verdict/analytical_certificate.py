@@ -76,7 +76,8 @@ class AnalyticalCertificate:
         """Stores the arguments.
 
         row_failure: returns the failure of a row, from its number and its gradient (float64, shape (n,)), if it is
-        wrong. calls: VJPs that ran before, if any; takes the VJPs of a custom backward that are not compared with rows.
+        wrong. calls: the VJPs that were run before, if any. VJPs of a custom backward that are not compared with rows
+        are added.
         """
         self._problem = problem
         self._settings = settings
@@ -198,7 +199,7 @@ class AnalyticalCertificate:
         return incomplete([])
 
     def _follow_columns(self, linearity: LinearityTest) -> Failure | Incomplete:
-        """Finds the wrong entry, or the entries that the pattern lacks, until the entries explain each product.
+        """Looks for the wrong entry, or for entries that the pattern lacks, in at most MAX_ROWS rows.
 
         A product is not explained if the pattern lacks an entry, or if an entry was computed together with an entry
         that the pattern lacks. In both cases, a row differs when it is run separately.

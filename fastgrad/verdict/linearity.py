@@ -360,7 +360,7 @@ class LinearityTest:
             if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
                 text += " (but not for a contiguous copy)"
         numbers = (values[which, coordinate].item() for values in (gradients, self._sums, allowed))
-        addends = "the rows of the Jacobian, weighted accordingly,"
+        addends = "the rows of the Jacobian, each times its element of grad_output,"
         return nonlinear_sum("reverse", block, coordinate, f"for {text}", addends, *numbers)
 
 

@@ -136,7 +136,7 @@ class TangentLinearityTest:
         which, component, allowed = wrong
         output = block_with(self._problem.outputs, component)
         numbers = (values[which, component].item() for values in (products, self._sums, allowed))
-        addends = "the columns of the Jacobian, weighted accordingly,"
+        addends = "the columns of the Jacobian, each times its element of the tangent,"
         return nonlinear_sum("forward", output, component, _WHEN[which], addends, *numbers)
 
 

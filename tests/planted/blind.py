@@ -16,7 +16,7 @@ Inputs = Callable[[], tuple[Any, ...]]
 
 COMPLEX = torch.complex128
 LINEAR = "not linear in grad_output"
-RAISES = "raises for some values of"
+RAISES = "raises for some"
 SECOND_INPUT = "Jacobian mismatch for output 0 with respect to input 1"
 SECOND_OUTPUT = "Jacobian mismatch for output 1 with respect to input 0"
 IMAGINARY = "While considering the imaginary part of complex outputs only, Jacobian mismatch for output 0"

@@ -56,7 +56,7 @@ def _mutates(g: Tensor, x: Tensor) -> Tensor:
 
 
 LINEAR = "not linear in grad_output"
-RAISES = "raises for some values of grad_output"
+RAISES = "raises for some grad_outputs"
 PHRASES = {
     "clamp": lambda g, x: 2 * x * g.clamp(-1, 1),
     "square": lambda g, x: 2 * x * g * g,

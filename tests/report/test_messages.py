@@ -214,7 +214,7 @@ def test_kinds_of_arguments_that_are_not_all_checked() -> None:
 def test_parts_of_complex_outputs() -> None:
     failure = Failure("mismatch", 0, 0, 0, 0, part="imaginary", comparison=comparison(sum_product=0j))
     first, key_phrase = failure_message(report(failure)).splitlines()[:2]
-    assert first == "func: gradient of in0 (imaginary part) is wrong in 12 of 8,448 entries of the Jacobian"
+    assert first == "func: gradient of in0 (imaginary part of outputs) is wrong in 12 of 8,448 entries of the Jacobian"
     assert key_phrase == (
         "While considering the imaginary part of complex outputs only, "
         "Jacobian mismatch for output 0 with respect to input 0:"
@@ -254,9 +254,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "or every wrong analytical entry is 0.3333 x the numerical one: the factor 3 is "
         "missing, perhaps a mean instead of a sum over the 3 elements along dimension 0 of the output",
     ),
-    "missing conjugate": (
-        "probably the analytical gradient is the complex conjugate of the right one: a conj() is missing",
-    ),
+    "missing conjugate": ("probably backward uses the complex conjugate of the right derivative: a conj() is missing",),
     "complex factor": (
         "probably every wrong analytical entry is 0.6+0.8j x the numerical one: the factor 0.6-0.8j is missing",
     ),
@@ -289,8 +287,8 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "probably backward returns the gradient of input 0 twice: for input 0, where it is right, and for input 1",
     ),
     "missing term": (
-        "probably every wrong analytical entry is too small by 1: backward omits or adds the gradient of a term that "
-        "is linear in the input, for example a residual connection",
+        "probably every wrong analytical entry is too small by 1: backward omits a term that is linear in the "
+        "input, for example a residual connection, or adds one",
     ),
     "missing factor": ("probably the gradient of input 0 lacks the factor input 1",),
     "overwritten": (
@@ -310,7 +308,8 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "synchronization, or uninitialized memory",
     ),
     "nonlinear backward": (
-        "probably backward clamps or rounds grad_output, multiplies its elements, or is nonlinear in another way",
+        "probably backward clamps or rounds grad_output, multiplies its elements with each other, or is nonlinear in "
+        "another way",
     ),
     "layout of grad_output": (
         "probably backward is wrong for a grad_output that is non-contiguous, but not for a contiguous copy: a "
