@@ -179,6 +179,9 @@ class _Screen:
             if failure is not None:
                 return Screening(failure)
             flagged = sketch.worst()
+        failure = self._examine_absorbed(differences, search)
+        if failure is not None:
+            return Screening(failure)
         self._note_hidden(search, sketch, weight)
         if search.nonlinear:
             return self._undecided(search.nonlinear)
@@ -275,14 +278,11 @@ class _Screen:
     def _verify(self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor) -> Screening | None:
         """If no sum looks wrong, verifies the outputs whose noise is within their tolerance."""
         settings = self._settings
-        failure, unexplained = self._examine_absorbed(differences)
-        if failure is not None:
-            return Screening(failure)
-        if not search.doubtful and not unexplained and all_count_fully(weight) and not sketch.allowance:
+        if not search.doubtful and all_count_fully(weight) and not sketch.allowance:
             return self._verified(self._bound)
         hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.allowance) / weight, math.inf)
         verified = (hidden <= settings.allowed(differences.size())) & hidden.isfinite()
-        verified[[*search.doubtful, *unexplained]] = False
+        verified[[*search.doubtful]] = False
         for row, size in self._doubted.items():
             # At this step size, an error of the size seen at another step would be hidden.
             if float(hidden[row]) > size:
@@ -299,24 +299,26 @@ class _Screen:
         self._eps, self._attempt = self._eps * LARGER, self._attempt + 1
         return None
 
-    def _examine_absorbed(self, differences: Differences) -> tuple[Failure | None, list[int]]:
+    def _examine_absorbed(self, differences: Differences, search: _Search) -> Failure | None:
         """Examines the outputs for which rounding inside func may absorb this step.
 
-        Returns a failure or None, and the outputs whose changes at `eps` no single entry explains.
+        Returns a failure, or adds the outputs whose changes at `eps` no single entry explains to the doubtful ones.
         """
         assert self._first is not None
         problem, settings = self._problem, self._settings
-        rows = absorbed_rows(problem, self._first, differences, self._pending)
-        search = _Search(problem, settings, self._first)
-        unexplained = rows[MAX_SINGLE:]
-        for row in rows[:MAX_SINGLE]:
-            gradient = problem.row(row)
-            found = search.examine_row(row, gradient=gradient)
-            if found is not None and found.remeasured is not None:
-                return located_failure([found]), []
-            if not search.row_errors(row, gradient, found)[1] <= settings.atol / 4:
-                unexplained.append(row)
-        return None, unexplained
+        at_eps = _Search(problem, settings, self._first)
+        for number, row in enumerate(absorbed_rows(problem, self._first, differences, self._pending)):
+            left = math.inf
+            if number < MAX_SINGLE:
+                gradient = problem.row(row)
+                found = at_eps.examine_row(row, gradient=gradient)
+                if found is not None and found.remeasured is not None:
+                    return located_failure([found])
+                _, left = at_eps.row_errors(row, gradient, found)
+            if not left <= settings.atol / 4:
+                search.doubtful[row] = left
+        search.unresolved = max(search.unresolved, at_eps.unresolved)
+        return None
 
     def _at_next_step(self, differences: Differences) -> Screening | None:
         """Goes on to another step size, or leaves a small problem to the exact engine, which costs no more."""

@@ -175,7 +175,7 @@ class _ForwardScreen:
         failure, unexplained = self._examine_absorbed(differences)
         if failure is not None:
             return failure
-        excess[:, unexplained] = torch.inf
+        excess[:, unexplained], errors[:, unexplained] = torch.inf, self._first[1][:, unexplained]
         # The components of a direction are at least 1/2 in magnitude. The difference along it has an error of `noise`.
         resolution = 2 * (self._allowed(differences, tangents) + differences.noise).amax(0)
         self._verify(differences, excess, errors.abs().nan_to_num(torch.inf), resolution)
@@ -197,6 +197,7 @@ class _ForwardScreen:
                 found = self._entry(first, row, k, error[k].item())
                 if found.remeasured is not None:
                     return located_failure([found]), []
+                self._unresolved = max(self._unresolved, found.unresolved)
                 error = error - found.along(first.directions)
             if not largest(error) <= self._settings.atol / 4:
                 unexplained.append(row)
