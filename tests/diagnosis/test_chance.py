@@ -80,7 +80,7 @@ MASKS: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]
 def test_a_wrong_mask_of_few_elements_is_no_changed_tensor(
     forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor], size: int
 ) -> None:
-    for x in draws(size):
+    for x in draws(size, 16):
         report = check(function(forward, backward), x.requires_grad_(), Settings())  # passes if no bound is exceeded
         names = {cause.name for cause in report.causes}
         assert not names & {"saved tensor", "rolled", "permuted", "boundary", "last tile"}, report.causes

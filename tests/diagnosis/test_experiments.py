@@ -311,7 +311,7 @@ def test_rounding_of_a_gradient_that_cancels_is_not_nonlinear() -> None:
 
 
 def test_a_rounding_residue_is_not_a_lower_dtype() -> None:
-    for seed in range(30):
+    for seed in range(10):
         x = torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
         report = fastgrad.check(lambda x: (1e5 * x - (1e5 * x).roll(1)).sum(), (x,))
         assert not [cause for cause in report.causes if "returns double precision" in cause.text], seed

@@ -19,7 +19,7 @@ def test_verdicts_are_torchs(engine: str, check: str, dtype: str) -> None:
     threads = torch.get_num_threads()
     rows = []
     try:
-        for number in range(0, len(operators(DTYPES[dtype], CHECKS[check].supports)), EVERY[engine]):
+        for number in range(EVERY[engine] // 2, len(operators(DTYPES[dtype], CHECKS[check].supports)), EVERY[engine]):
             rows += compare_operator((check, dtype, number, 1, engine))
     finally:
         torch.set_num_threads(threads)
