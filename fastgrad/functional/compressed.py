@@ -214,8 +214,8 @@ class _LinearMapPatterns(Detection):
         rows = self._maps.rows
         if not 0 < aligned.probes_to_align(rows.sources, rows.targets) <= rows.m // ALIGNING_SHARE:
             return None
-        found = aligned.guess_aligned(self._reacting_inputs, rows.sources, rows.targets, self._has_room)
-        return found.transposed() if found is not None and found.most_in_row <= rows.m // PROBING_SHARE else None
+        found = aligned.align(self._reacting_inputs, rows.sources, rows.targets, self._has_room)
+        return found.pattern.transposed() if found and found.most_in_row <= rows.m // PROBING_SHARE else None
 
     def _explains(self, pattern: Pattern) -> bool:
         """Whether the pattern explains which columns react to a random half of the rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -63,20 +64,43 @@ class _Pair:
         return columns.reshape(count, self.columns_of_each), has_entries
 
 
+@dataclass(frozen=True)
+class Alignment:
+    """The aligned dimensions of all outputs and inputs.
+
+    pairs: of each output, with all inputs. n: number of columns.
+    """
+
+    pairs: Sequence[Sequence[_Pair]]
+    n: int
+
+    @cached_property
+    def most_in_row(self) -> int:
+        """The largest number of entries in a row. The row of an output's first element has all that are possible."""
+        return max((sum(pair.columns_of_each for pair in of_output) for of_output in self.pairs), default=0)
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """The entries. This takes far longer than the rest, so it is left out if `most_in_row` is too large."""
+        counts, columns = zip(*map(_rows, self.pairs), strict=True)
+        starts = np.concatenate([[0], np.concatenate(counts).cumsum()])
+        return Pattern(starts, np.concatenate(columns), self.n, "guessed from dimensions that are aligned")
+
+
 def probes_to_align(inputs: Sequence[Block], outputs: Sequence[Block]) -> int:
-    """Number of evaluations that `guess_aligned` takes; 0: no sizes are equal, or slices would be single elements."""
+    """Number of evaluations that `align` takes; 0: no sizes are equal, or slices would be single elements."""
     if len(inputs) == 1 and all(block.tensor.dim() <= 1 for block in (*inputs, *outputs)):
         return 0
     return sum(len(_candidates(block, outputs)) for block in inputs)
 
 
-def guess_aligned(
+def align(
     respond: Callable[[Mask], Mask],
     inputs: Sequence[Block],
     outputs: Sequence[Block],
     has_room: Callable[[int], bool],
-) -> Pattern | None:
-    """The pattern by aligned dimensions; None if it is not useful.
+) -> Alignment | None:
+    """The dimensions that are aligned; None if their pattern is not useful.
 
     The indices of the first half of an input dimension, except 0, are moved together. This shows dependencies on
     neighbors, sums over all indices before or after, and a reversed order. An output dimension of the same size is
@@ -102,9 +126,7 @@ def guess_aligned(
     by_output = list(zip(*pairs, strict=True))
     if not has_room(sum(pair.output.size * pair.columns_of_each for of_output in by_output for pair in of_output)):
         return None
-    counts, columns = zip(*map(_rows, by_output), strict=True)
-    starts = np.concatenate([[0], np.concatenate(counts).cumsum()])
-    return Pattern(starts, np.concatenate(columns), selection.size, "guessed from dimensions that are aligned")
+    return Alignment(by_output, selection.size)
 
 
 def _pairs(respond: Callable[[Mask], Mask], selection: Mask, block: Block, outputs: Sequence[Block]) -> list[_Pair]:

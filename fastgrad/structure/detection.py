@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 from fastgrad.structure import aligned, refinement, sparsity
 from fastgrad.structure.sparsity import Mask, Pattern
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,10 @@ class ProbedEvaluations:
 
     def values(self, moved: Mask) -> Tensor:
         """The outputs with some coordinates moved: float64, shape (m,); their change is added to the sum."""
-        values = self._evaluate(moved)
+        displacement = self._displacement(moved)
+        values = self._problem.evaluate(self._look.record_graph, displacement)
         weight = 1.0 - 0.5 / (1 + len(self._seen))  # unequal, so that opposite changes do not cancel
-        self._step += weight * self._displacement(moved)
+        self._step += weight * displacement
         self._change += weight * (values - self._look.base)
         self._seen.append((np.packbits(moved).tobytes(), checksum(values)))
         return values
@@ -91,7 +95,7 @@ class ProbedEvaluations:
             return False
         for packed, digest in self._seen:
             moved = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._problem.n).astype(bool)
-            if checksum(self._evaluate(moved)) != digest:
+            if checksum(self._problem.evaluate(self._look.record_graph, self._displacement(moved))) != digest:
                 return True
         return self._explains(vjp(cotangent[None])[0], cotangent, tolerance)
 
@@ -105,9 +109,6 @@ class ProbedEvaluations:
 
     def _displacement(self, moved: Mask) -> Tensor:
         return torch.where(torch.from_numpy(moved).to(self._problem.device), self._steps, 0.0)
-
-    def _evaluate(self, moved: Mask) -> Tensor:
-        return self._problem.evaluate(self._look.record_graph, self._displacement(moved))
 
 
 class Detection(ABC):
@@ -186,7 +187,7 @@ class Detection(ABC):
 
         return self._found(search)
 
-    def _found(self, search: Callable[[], Pattern | None]) -> Pattern | None:
+    def _found(self, search: Callable[[], Found | None]) -> Found | None:
         """The result of a search; None if its last probe raises repeatedly: func or backward may accept other calls."""
         try:
             return search()
@@ -242,26 +243,33 @@ class ProblemPatterns(Detection):
             yield sparsity.guess_moved(
                 self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), self._reacted
             )
-        if self._aligned is not None and self._saves_probes(self._aligned):
-            yield self._aligned
+        if self._saves_probes:
+            yield self._aligned()
 
     @cached_property
-    def _aligned(self) -> Pattern | None:
-        """The pattern by aligned dimensions, if testing them costs little."""
+    def _alignment(self) -> aligned.Alignment | None:
+        """The aligned dimensions, if testing them costs little."""
         needed = aligned.probes_to_align(*self._blocks) if self._budget.aligning_calls else 0
         if not 0 < needed <= self._budget.looks // 2 - self._spent:
             return None
-        return self._found(partial(aligned.guess_aligned, self._probe_columns, *self._blocks, self._has_room))
+        return self._found(partial(aligned.align, self._probe_columns, *self._blocks, self._has_room))
 
-    def _saves_probes(self, pattern: Pattern) -> bool:
-        """Whether the pattern takes so few calls that probing for a better one would take more."""
-        return 2 * pattern.most_in_row + pattern.most_in_column <= self._budget.aligning_calls
+    def _aligned(self) -> Pattern | None:
+        """The pattern by aligned dimensions."""
+        return None if self._alignment is None else self._alignment.pattern
+
+    @cached_property
+    def _saves_probes(self) -> bool:
+        """Whether this pattern takes so few calls that probing for a better one would take more."""
+        calls = self._budget.aligning_calls
+        if self._alignment is None or 2 * self._alignment.most_in_row > calls:
+            return False
+        return 2 * self._alignment.most_in_row + self._alignment.pattern.most_in_column <= calls
 
     @phase("pattern")
     def align(self) -> Pattern | None:
         """The pattern by aligned dimensions; None if there is none, or if it was among the guesses."""
-        pattern = self._aligned
-        return None if pattern is None or self._saves_probes(pattern) else self._plausible(pattern)
+        return None if self._saves_probes else self._plausible(self._aligned())
 
     @phase("pattern")
     def decode(self) -> Pattern | None:

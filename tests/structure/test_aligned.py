@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fastgrad
-from fastgrad.structure.aligned import guess_aligned, probes_to_align
+from fastgrad.structure.aligned import Alignment, align, probes_to_align
 from fastgrad.structure.sparsity import Pattern
 from tests.structure.test_sparsity import blocks, dense, oracle
 
@@ -41,7 +42,15 @@ def matrix_of(func: Func, shapes: Shapes) -> tuple[np.ndarray, Shapes]:
 
 def guessed(func: Func, shapes: Shapes) -> tuple[np.ndarray, Pattern | None]:
     matrix, results = matrix_of(func, shapes)
-    return matrix, guess_aligned(oracle(matrix)[0], blocks(*shapes), blocks(*results), lambda _: True)
+    return matrix, pattern_of(align(oracle(matrix)[0], blocks(*shapes), blocks(*results), lambda _: True))
+
+
+def pattern_of(alignment: Alignment | None) -> Pattern | None:
+    """The pattern, if there is one; its rows are no longer than the alignment says without it."""
+    if alignment is None:
+        return None
+    assert alignment.pattern.most_in_row == alignment.most_in_row
+    return alignment.pattern
 
 
 @pytest.mark.parametrize(
@@ -94,18 +103,15 @@ def test_no_alignment(func: Func) -> None:
 @pytest.mark.parametrize("empty", [(0,), (4, 0), (0, 4)])
 def test_blocks_without_elements(empty: tuple[int, ...]) -> None:
     matrix, shapes = np.eye(16, dtype=np.bool_), ((4, 4), empty)
-    pattern = guess_aligned(oracle(matrix)[0], blocks(*shapes), blocks(*shapes), lambda _: True)
+    pattern = pattern_of(align(oracle(matrix)[0], blocks(*shapes), blocks(*shapes), lambda _: True))
     assert pattern is not None
     assert np.array_equal(dense(pattern), matrix)
 
 
 def test_complex_elements_have_two_coordinates() -> None:
-    pattern = guess_aligned(
-        lambda moved: moved.reshape(3, 8).any(1).repeat(2),
-        blocks((3, 4), dtype=torch.complex128),
-        blocks((3,), dtype=torch.complex128),
-        lambda _: True,
-    )
+    complex_blocks = partial(blocks, dtype=torch.complex128)
+    respond = lambda moved: moved.reshape(3, 8).any(1).repeat(2)  # noqa: E731
+    pattern = pattern_of(align(respond, complex_blocks((3, 4)), complex_blocks((3,)), lambda _: True))
     assert pattern is not None
     assert np.array_equal(dense(pattern), np.kron(np.eye(3, dtype=bool), np.ones((2, 8), dtype=bool)))
 
@@ -124,7 +130,7 @@ def test_a_pattern_without_room_is_not_built() -> None:
         entries.append(count)
         return False
 
-    found = guess_aligned(lambda moved: moved.reshape(5, 6).any(1), blocks((5, 6)), blocks((5,)), has_room)
+    found = align(lambda moved: moved.reshape(5, 6).any(1), blocks((5, 6)), blocks((5,)), has_room)
     assert found is None
     assert entries == [30]
 
