@@ -116,7 +116,9 @@ PYBIND11_MODULE(_C, module) {
           py::arg("func"), py::arg("refuse"), py::arg("count"), py::arg("inputs"), py::arg("grad_outputs"),
           py::arg("record"))
       .def("call", torch::wrap_pybind_function(&UnrecordedBackward::call))
-      .def("forget", torch::wrap_pybind_function(&UnrecordedBackward::forget));
+      .def("forget", torch::wrap_pybind_function(&UnrecordedBackward::forget))
+      .def("stop_reusing", torch::wrap_pybind_function(&UnrecordedBackward::stop_reusing))
+      .def_property_readonly("keeps_graph", &UnrecordedBackward::keeps_graph);
   py::class_<KeptTensor, std::shared_ptr<KeptTensor>>(module, "KeptTensor")
       .def_static("keep", torch::wrap_pybind_function(&KeptTensor::keep))
       .def("restore", torch::wrap_pybind_function(&KeptTensor::restore));

@@ -132,25 +132,34 @@ std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
     cotangents.push_back(tensor_at(grad_outputs, static_cast<int64_t>(k)));
   }
   const c10::AutoGradMode mode(record_);
-  const bool is_kept = reuses_.value_or(true) && is_kept_at(inputs);
-  if (!is_kept) {
+  if (!is_kept_at(inputs)) {
     kept_.reset();  // before the next forward: two graphs may not fit in memory
-    kept_ = forward(given, grad_outputs, inputs);
+    Forward first = forward(given, grad_outputs, inputs);
+    std::vector<at::Tensor> gradients = first.graph.all().vjp(cotangents);
+    if (reuses_.value_or(true)) {
+      kept_ = std::move(first);
+    }
+    return gradients;
   }
-  const bool is_tested = is_kept && !reuses_;
-  const std::vector<uint32_t> versions = is_tested ? versions_of(cotangents) : std::vector<uint32_t>();
-  std::vector<at::Tensor> gradients =
-      is_tested ? forward(given, grad_outputs, inputs).graph.all().vjp(cotangents) : kept_->graph.all().vjp(cotangents);
-  if (is_tested) {
-    // If backward has written into its grad_outputs, it cannot run on them again.
-    reuses_ = versions_of(cotangents) == versions;
-    const std::vector<at::Tensor> again = *reuses_ ? kept_->graph.all().vjp(cotangents) : gradients;
-    reuses_ = *reuses_ && std::equal(gradients.begin(), gradients.end(), again.begin(), again.end(), is_same_gradient);
+  if (reuses_) {
+    return kept_->graph.all().vjp(cotangents);
   }
-  if (!reuses_.value_or(true)) {
-    kept_.reset();
+  const std::vector<uint32_t> versions = versions_of(cotangents);
+  std::vector<at::Tensor> gradients = forward(given, grad_outputs, inputs).graph.all().vjp(cotangents);
+  // If backward has written into its grad_outputs, it cannot run on them again.
+  const bool has_written = versions_of(cotangents) != versions;
+  const std::vector<at::Tensor> again = has_written ? gradients : kept_->graph.all().vjp(cotangents);
+  if (has_written || !std::equal(gradients.begin(), gradients.end(), again.begin(), again.end(), is_same_gradient)) {
+    stop_reusing();
+  } else {
+    reuses_ = true;
   }
   return gradients;
+}
+
+void UnrecordedBackward::stop_reusing() {
+  reuses_ = false;
+  kept_.reset();
 }
 
 }  // namespace fastgrad

@@ -13,7 +13,8 @@
 namespace fastgrad {
 
 // Runs func and its backward. If only grad_outputs have changed since the last call, func is not called: its graph is
-// reused. The first reuse is tested; if it gives other gradients, graphs are never reused.
+// reused. The first reuse is tested; if it gives other gradients, graphs are never reused. If `call` raises while a
+// graph is kept, the caller decides: `stop_reusing`.
 class UnrecordedBackward {
  public:
   // count: the number of func's arguments. inputs, grad_outputs: the positions of the checked ones, among func's
@@ -30,6 +31,13 @@ class UnrecordedBackward {
 
   // Forgets the last graph.
   void forget() { kept_.reset(); }
+
+  // Whether a graph is kept. None is kept while func or the backward of its new graph runs at other inputs, so if
+  // `call` raises, this is whether the exception may be one of the kept graph.
+  bool keeps_graph() const { return kept_.has_value(); }
+
+  // Never reuses a graph from now on.
+  void stop_reusing();
 
  private:
   struct Forward {

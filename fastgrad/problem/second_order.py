@@ -78,7 +78,8 @@ class Backward:
     again, because forward-mode AD passes detached arguments.
 
     If only grad_outputs have changed since the last forward pass, and gradients are not recorded, the graph of the last
-    forward pass is used again. The first time, a new forward pass tests that this gives the same gradients.
+    forward pass is used again. The first time, a new forward pass tests that this gives the same gradients. If the last
+    graph raises exceptions, but a new one does not, no graph is used again.
 
     made: how the grad_outputs were made, for messages. count: number of the inputs, which come first. exist: which
     inputs had a gradient in the last call.
@@ -111,7 +112,7 @@ class Backward:
         """The gradients with respect to the inputs that require grad; those that are None are left out."""
         if self._by_transforms:
             return self._transformed(*arguments)
-        gradients = self._recorded(*arguments) if torch.is_grad_enabled() else self._unrecorded.call(arguments)
+        gradients = self._recorded(*arguments) if torch.is_grad_enabled() else self._not_recorded(arguments)
         self.exist = [gradient is not None for gradient in gradients]
         return tuple([gradient for gradient in gradients if gradient is not None])
 
@@ -142,6 +143,21 @@ class Backward:
             gradients = native.vjp(outputs, checked, grad_outputs, True)
             return _all_differentiable(gradients, [*checked, *grad_outputs])
 
+    def _not_recorded(self, arguments: tuple[Any, ...]) -> Sequence[Tensor | None]:
+        """The gradients, which are not recorded. If the last graph raises twice, no graph is used again.
+
+        An exception that the last graph does not raise again is raised here, because a new graph may raise it, too.
+        """
+        unrecorded = self._unrecorded
+        try:
+            return unrecorded.call(arguments)
+        except Exception:
+            if not unrecorded.keeps_graph or not _raises_again(unrecorded, arguments):
+                raise
+        # For example, func overwrites what its last call saved for backward.
+        unrecorded.stop_reusing()
+        return unrecorded.call(arguments)
+
     def forget(self) -> None:
         """Forgets the last graph."""
         self._unrecorded.forget()
@@ -170,6 +186,14 @@ class Backward:
         pull_back = torch.func.vjp(outputs, *[given[i] for i in self._inputs])[1]
         gradients = pull_back(arguments[self.count :])
         return tuple([gradient for gradient, exists in zip(gradients, self.exist, strict=True) if exists])
+
+
+def _raises_again(unrecorded: native.UnrecordedBackward, arguments: tuple[Any, ...]) -> bool:
+    try:
+        unrecorded.call(arguments)
+    except Exception:
+        return True
+    return False
 
 
 def _reject_outputs(outputs: int, grad_outputs: int) -> None:

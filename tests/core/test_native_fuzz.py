@@ -337,6 +337,9 @@ class Scene:
         plain = native.UnrecordedBackward(self.func, refuse, count, inputs, grad_outputs, True)
         for _ in range(3):
             plain.call(arguments)
+        assert plain.keeps_graph
+        plain.stop_reusing()
+        assert not plain.keeps_graph
 
     def graph_of(self, inputs: list[Tensor]) -> native.Graph:
         """A graph; sometimes the previous one, whose nodes may have been run."""

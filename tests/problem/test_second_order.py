@@ -161,3 +161,68 @@ def test_a_forward_that_differs_from_call_to_call_runs_every_time() -> None:
 
     assert fastgrad.gradgradcheck(func, (x,), engine="dense")
     assert calls > 2 * 25
+
+
+def saves_a_buffer(buffer: Tensor) -> type[torch.autograd.Function]:
+    """The sine. forward overwrites the buffer that its last call saved, so only the backward of the last call runs."""
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            buffer[: x.numel()] = x.cos()
+            ctx.save_for_backward(buffer, x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            _, x = ctx.saved_tensors
+            return grad * x.cos()
+
+    return Sine
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"engine": "dense"}, {"engine": "compressed"}])
+@pytest.mark.parametrize("size", [1, 3, 40])
+def test_a_graph_that_only_runs_before_the_next_forward(size: int, keywords: dict[str, Any]) -> None:
+    func = saves_a_buffer(torch.empty(2 * size, dtype=torch.float64)).apply
+    x = leaf(size)
+    assert torch.autograd.gradgradcheck(func, (x,))
+    assert fastgrad.gradgradcheck(func, (x,), **keywords)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_exception_that_is_not_raised_again_is_raised(kind: type[BaseException]) -> None:
+    """Whichever call of backward raises it."""
+    calls = 0
+    when = -1
+
+    class Raises(Cube):
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == when:
+                raise kind("once")
+            return Cube.backward(ctx, grad_output)
+
+    x = leaf(3)
+    assert fastgrad.gradgradcheck(Raises.apply, (x,))
+    for when in range(1, calls + 1):
+        calls = 0
+        with pytest.raises(kind, match="once"):
+            fastgrad.gradgradcheck(Raises.apply, (x,))
+        assert calls == when or kind is ValueError
+
+
+def test_an_exception_of_some_grad_outputs_is_raised() -> None:
+    class Raises(Cube):
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            if grad_output[0] < lowest:
+                raise ValueError("below")
+            return Cube.backward(ctx, grad_output)
+
+    x, grad_output = leaf(3), leaf(3)
+    lowest = float(grad_output.detach()[0])
+    with pytest.raises(ValueError, match="below"):
+        fastgrad.gradgradcheck(Raises.apply, (x,), (grad_output,))

@@ -153,8 +153,15 @@ class UnrecordedBackward:
         self._kept: tuple[Graph, list[Tensor]] | None = None
         self._reuses: bool | None = None
 
+    @property
+    def keeps_graph(self) -> bool:
+        return self._kept is not None
+
     def forget(self) -> None:
         self._kept = None
+
+    def stop_reusing(self) -> None:
+        self._kept, self._reuses = None, False
 
     def call(self, arguments: tuple[Any, ...]) -> Gradients:
         given, grad_outputs = arguments[: self._count], arguments[self._count :]
@@ -163,28 +170,36 @@ class UnrecordedBackward:
             if not value.requires_grad:  # no needless call: a TorchFunctionMode would see it
                 value.requires_grad_()
         with torch.set_grad_enabled(self._record):
-            is_kept = self._reuses is not False and self._is_kept_at(checked)
-            if not is_kept:
+            if self._kept is None or not self._is_kept_at(checked, *self._kept):
                 self._kept = None
-                self._kept = self._forward(given, grad_outputs, checked)
-            assert self._kept is not None
-            if not is_kept or self._reuses:
+                first = self._forward(given, grad_outputs, checked)
+                gradients = first[0].vjp(grad_outputs)
+                self._kept = None if self._reuses is False else first
+                return gradients
+            if self._reuses:
                 return self._kept[0].vjp(grad_outputs)
             versions = [value._version for value in grad_outputs]
             gradients = self._forward(given, grad_outputs, checked)[0].vjp(grad_outputs)
             # If a backward has written into its grad_outputs, it cannot run on them again.
             has_written = versions != [value._version for value in grad_outputs]
             again = gradients if has_written else self._kept[0].vjp(grad_outputs)
-            self._reuses = not has_written and all(
-                a is b if a is None or b is None else a.layout is b.layout is torch.strided and torch.equal(a, b)
-                for a, b in zip(gradients, again, strict=True)
-            )
+            if has_written or not all(map(self._is_same, gradients, again)):
+                self.stop_reusing()
+            else:
+                self._reuses = True
         return gradients
 
-    def _is_kept_at(self, inputs: Sequence[Tensor]) -> bool:
-        return self._kept is not None and all(
+    @staticmethod
+    def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
+        if a is None or b is None:
+            return a is b
+        return a.layout is b.layout is torch.strided and torch.equal(a, b)
+
+    @staticmethod
+    def _is_kept_at(inputs: Sequence[Tensor], graph: Graph, values: Sequence[Tensor]) -> bool:
+        return all(
             new is old and value.layout is torch.strided and torch.equal(new, value)
-            for new, old, value in zip(inputs, self._kept[0].inputs, self._kept[1], strict=True)
+            for new, old, value in zip(inputs, graph.inputs, values, strict=True)
         )
 
     def _forward(
