@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -57,9 +59,13 @@ def uniform_like(tensor: Tensor, seed: int, stream: int, first: int = 0) -> Tens
 
 
 class RandomState:
-    """The state of torch's generators, to be restored before each run of a function."""
+    """The state of torch's generators, to be restored before each run of a function.
 
-    def __init__(self) -> None:
+    values: objects, any of which may be a further generator.
+    """
+
+    def __init__(self, values: Iterable[object] = ()) -> None:
+        self._others = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
@@ -68,6 +74,8 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
+        for generator, state in self._others:
+            generator.set_state(state)
 
     def has_changed(self) -> bool:
         """Whether the CPU generator has advanced since this state was saved."""

@@ -232,12 +232,12 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
     values = [as_double(tensor.detach()) if double else tensor.detach() for tensor in call.tensors]
     own = {id(tensor): i for i, tensor in enumerate(call.tensors)}  # a tensor that is passed twice is one leaf
     leaves = {own[id(call.tensors[i])]: values[i].detach().clone().requires_grad_() for i in call.differentiable}
-    states = RandomState() if call.random else None
-
+    args, kwargs = call.rebuild(iter(values))
+    states = RandomState([*args, *kwargs.values()]) if call.random else None
     fixed = {i: ~leaf.detach().isfinite() for i, leaf in leaves.items()}
     fixed = {i: mask for i, mask in fixed.items() if bool(mask.any())}
     unbounded: dict[int, Tensor | None] = {}
-    padding = None if call.is_custom else padding_row(call.target, *call.rebuild(iter(values)))
+    padding = None if call.is_custom else padding_row(call.target, args, kwargs)
 
     def replayed(*given: Tensor) -> Any:
         """The operation."""

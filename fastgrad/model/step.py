@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -59,7 +59,8 @@ class Step:
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._kept = SavedState([*model.parameters(), *model.buffers()], inputs, self._kwargs)
         self._buffers = Buffers(model)
-        self._random = _RandomStates()
+        attributes = (value for module in model.modules() for value in vars(module).values())
+        self._random = _RandomStates([*attributes, *inputs, *self._kwargs.values()])
         self._modules = [(module, module.training) for module in model.modules()]
         self._slots = [(module, dict(module._buffers)) for module in model.modules()]
         self.unscaled = {
@@ -193,10 +194,10 @@ class Step:
 
 
 class _RandomStates(RandomState):
-    """The state of the random generators of torch, Python and numpy."""
+    """The state of the random generators of torch, Python and numpy, and of generators among some values."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, values: Iterable[object]) -> None:
+        super().__init__(values)
         self._python, self._numpy = random.getstate(), np.random.get_state()
 
     def restore(self) -> None:

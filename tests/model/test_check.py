@@ -882,3 +882,50 @@ def test_a_gradient_that_is_a_derivative_only_for_some_inputs_is_not_wrong(func:
     assert not report.findings
     assert report.end_to_end.verdict == "right"
     assert any("by design" in one.detail for one in report.operations)
+
+
+class Draws(nn.Module):
+    """Dropout after a linear map, with numbers drawn from a generator."""
+
+    def __init__(self, generator: Callable[[], torch.Generator]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.generator = generator
+
+    def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        y = self.linear(x)
+        generator = generator or self.generator()
+        mask = torch.bernoulli(torch.full_like(y, 0.5), generator=generator)
+        return torch.ops.aten.rrelu_with_noise(y * mask, torch.empty_like(y), 0.1, 0.9, True, generator)
+
+
+def test_generators_of_a_model_start_every_call_from_the_same_state() -> None:
+    own, given = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    states = own.get_state(), given.get_state()
+    model = Draws(lambda: own)
+    model.own = own
+    for kwargs in ({}, {"generator": given}):
+        report = check_model(model, torch.randn(8, 4), squared, kwargs=kwargs)
+        assert report.verdict == "passed", str(report)
+    assert torch.equal(own.get_state(), states[0])
+    assert torch.equal(given.get_state(), states[1])
+
+
+def test_a_loss_that_differs_from_call_to_call_is_undecided_for_this_reason() -> None:
+    hidden = torch.Generator().manual_seed(0)
+    report = check_model(Draws(lambda: hidden), torch.randn(8, 4), squared)
+    assert (report.verdict, report.end_to_end.verdict) == ("undecided", "undecided"), str(report)
+    assert "two calls of the model from the same state give different losses" in str(report)
+    json.loads(report.to_json())
+
+
+def test_a_loss_that_is_nan_is_said_to_be_nan() -> None:
+    report = check_model(nn.Linear(4, 4), torch.randn(8, 4), lambda y: (y * float("nan")).mean())
+    assert report.verdict == "failed"
+    assert not report.undecided
+
+
+def test_the_size_of_errors_that_an_inaccurate_loss_hides_is_stated() -> None:
+    report = check_model(nn.Linear(4, 4), torch.randn(8, 4), lambda y: y.mean() * 1e-9 + 1e3)
+    assert report.end_to_end.verdict == "undecided", str(report)
+    assert "would not be found" in str(report)
