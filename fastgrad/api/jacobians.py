@@ -78,7 +78,7 @@ def numerical_jacobian(
     _check_layout(layout)
     check_seed(seed)
     settings = Settings(eps=as_float("eps", eps, zero=False), seed=seed)
-    with Problem(func, as_tuple(inputs)) as problem:
+    with Problem(func, as_tuple(inputs), who="numerical_jacobian") as problem:
         _check_strided(problem)
         look = first_look(problem, settings)
         if problem.n and problem.m:
@@ -139,7 +139,10 @@ def analytical_jacobian(
     check_seed(seed)
     settings = Settings(seed=seed)
     # Leaving inference mode also enables both modes of AD, if the caller disabled them.
-    with torch.inference_mode(False), Problem(func, as_tuple(inputs), warn_of_precision=False) as problem:
+    with (
+        torch.inference_mode(False),
+        Problem(func, as_tuple(inputs), warn_of_precision=False, who="analytical_jacobian") as problem,
+    ):
         _check_strided(problem)
         if mode == "forward" and problem.has_graph:
             return _dense(problem, problem.tangent_columns(0, problem.n)[0].t(), layout)

@@ -26,7 +26,7 @@ from fastgrad.model.loss_error import LossErrorExperiments, at, record
 from fastgrad.model.operations import AT_KINK, SCREEN_ERROR, check_operation
 from fastgrad.model.recorder import Recorder
 from fastgrad.model.step import Step
-from fastgrad.problem.arguments import as_tuple
+from fastgrad.problem.arguments import as_tuple, check_is_finite
 from fastgrad.problem.validation import check_kwargs, disabled_gradients, is_integer
 from fastgrad.report.model import ModelReport
 from fastgrad.report.model_data import EndToEnd, Finding, Operation
@@ -113,7 +113,7 @@ def check_model(
     (True, 'right')
     """
     start = time.perf_counter()
-    _check_arguments(model, loss, kwargs, memory_limit)
+    _check_arguments(model, inputs, loss, kwargs, memory_limit)
     settings = settings_of(
         {**default_keywords(), "eps": eps, "atol": atol, "rtol": rtol, "seed": seed, "fast_mode": True}
     )
@@ -270,7 +270,7 @@ def _harmless(recorder: Recorder, step: Step, findings: Sequence[Finding]) -> li
     ]
 
 
-def _check_arguments(model: object, loss: object, kwargs: object, memory_limit: Any) -> None:
+def _check_arguments(model: object, inputs: object, loss: object, kwargs: object, memory_limit: Any) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
@@ -278,6 +278,8 @@ def _check_arguments(model: object, loss: object, kwargs: object, memory_limit: 
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of the model's output, or None, got {type(loss).__name__}.")
     check_kwargs(kwargs)
+    check_is_finite("inputs", inputs)
+    check_is_finite("kwargs", kwargs)
     if memory_limit is not None and not is_integer(memory_limit):
         raise TypeError(f"memory_limit must be a number of bytes, got {memory_limit!r}.")
     if memory_limit is not None and memory_limit < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.parameter import Parameter, is_lazy
 
 from fastgrad.core import native, torch_private
 from fastgrad.core.memory import Parameters, Result
-from fastgrad.problem.arguments import flatten
+from fastgrad.problem.arguments import check_is_finite, flatten
 from fastgrad.problem.coordinates import own_values
 
 _PLAIN = frozenset({float, int, bool, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
@@ -59,7 +60,12 @@ def restores_caller_state(entry: Callable[Parameters, Result]) -> Callable[Param
     @functools.wraps(entry)
     def keeping(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
         __tracebackhide__ = True  # under pytest a failure shows the caller's line
-        kept = SavedState(*arguments, *keywords.values())
+        try:
+            kept = SavedState(*arguments, *keywords.values())
+        except RecursionError:
+            for name, value in inspect.signature(entry).bind(*arguments, **keywords).arguments.items():
+                check_is_finite(name, value)
+            raise
         try:
             return entry(*arguments, **keywords)
         finally:

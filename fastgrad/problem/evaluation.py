@@ -74,17 +74,17 @@ class Evaluation:
         warn_of_precision: bool = True,
         records_differences: bool = True,
         traced: native.SmallProblem | None = None,
+        who: str = "gradcheck",
     ) -> None:
         """names: names of the arguments in messages, if any. scales: the step and weight of each checked argument.
 
         records_differences: whether func records gradients when it is evaluated next to x, as in torch's checker,
         unless it is known to give the same values without recording. traced: a small problem that has already called
-        func at these arguments.
+        func at these arguments. who: the function that is called, for messages.
         """
         check_callable(func)
-        positions = differentiable_inputs(arguments, names, warn_of_precision)
-        memories = {position: memory_of(arguments[position], masked) for position in positions}
-        self._memories = memories
+        positions = differentiable_inputs(arguments, names, warn_of_precision, who)
+        memories = self._memories = {position: memory_of(arguments[position], masked) for position in positions}
         self.inputs = blocks_of(arguments, positions, once=True, memories=memories, scales=scales)
         self.scales = tuple(dict.fromkeys((block.step, block.weight) for block in self.inputs))
         self.mixes_inputs = len(self.scales) > 1

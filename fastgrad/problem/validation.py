@@ -82,8 +82,13 @@ def is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn_of_precision: bool) -> list[int]:
-    """The positions of the inputs to check; raises if an input cannot be checked, warns if its precision is low."""
+def differentiable_inputs(
+    inputs: tuple[Any, ...], names: tuple[str, ...], warn_of_precision: bool, who: str = "gradcheck"
+) -> list[int]:
+    """The positions of the inputs to check; raises if an input cannot be checked, warns if its precision is low.
+
+    who: the function that needs such inputs.
+    """
     for i, value in enumerate(inputs):
         held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         if any(isinstance(v, Tensor) and v.requires_grad for v in held):
@@ -105,7 +110,7 @@ def differentiable_inputs(inputs: tuple[Any, ...], names: tuple[str, ...], warn_
         count = len(inputs)
         few = "there are no inputs" if not count else "the only input is not a tensor with requires_grad=True"
         raise ValueError(
-            "gradcheck expects at least one input tensor to require gradient, but "
+            f"{who} expects at least one input tensor to require gradient, but "
             + (few if count < 2 else f"none of the {count} inputs is a tensor with requires_grad=True")
             + "."
         )

@@ -172,7 +172,7 @@ def adjoint_test(
         rtol = as_float("rtol", rtol)
     check_seed(seed)
     # No warning about lower dtypes: it is about differences, which this test does not take.
-    with Problem(func, as_tuple(inputs), masked, warn_of_precision=False) as problem:
+    with Problem(func, as_tuple(inputs), masked, warn_of_precision=False, who="adjoint_test") as problem:
         if not problem.has_graph:
             raise_without_graph("adjoint_test")
         return adjoint(problem, trials, rtol, seed)
@@ -230,7 +230,7 @@ def taylor_test(
     if mode not in ("reverse", "forward"):
         raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")
     check_seed(seed)
-    with Problem(func, as_tuple(inputs), masked) as problem:
+    with Problem(func, as_tuple(inputs), masked, who="taylor_test") as problem:
         if not problem.has_graph:
             raise_without_graph("taylor_test")
         return taylor(problem, mode, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -985,3 +986,38 @@ def test_state_is_as_before_where_a_module_raises(states: Any, call: int, error:
         fastgrad.check(module, batch, order=order, engine="dense")
     assert module.calls == call
     assert equal(states(module, batch["x"]), before)
+
+
+CALLS: dict[str, tuple[str, Callable[[list[Any]], Any]]] = {
+    "gradcheck": ("inputs", lambda inputs: fastgrad.gradcheck(torch.sin, inputs)),
+    "check, kwargs": ("kwargs", lambda inputs: fastgrad.check(torch.sin, leaf(2), kwargs={"inputs": inputs})),
+    "gradgradcheck": ("grad_outputs", lambda inputs: fastgrad.gradgradcheck(torch.sin, leaf(2), inputs)),
+    "adjoint_test": ("inputs", lambda inputs: fastgrad.adjoint_test(torch.sin, inputs)),
+    "check_variants": ("inputs", lambda inputs: fastgrad.check_variants(torch.sin, inputs)),
+    "check_model": ("inputs", lambda inputs: fastgrad.check_model(nn.Linear(2, 2), inputs, torch.sum)),
+    "functional": ("v", lambda inputs: fastgrad.functional.vjp(torch.sin, leaf(2), inputs)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_list_that_contains_itself_is_refused(name: str) -> None:
+    argument, call = CALLS[name]
+    once: list[Any] = [leaf(2)]
+    once.append(once)
+    within: list[Any] = [leaf(2), {"key": []}]
+    within[1]["key"].append(within[1])
+    for inputs in (once, within):
+        with pytest.raises(ValueError, match=f"^{argument} must not have a container inside itself, but ") as raised:
+            call(inputs)
+        assert raised.value.__suppress_context__
+    message = 'inputs must not have a container inside itself, but inputs[1]["key"][0] is inputs[1].'
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fastgrad.gradcheck(torch.sin, within)
+
+
+def test_deep_nesting_is_no_cycle() -> None:
+    inputs: list[Any] = [leaf(2)]
+    for _ in range(10_000):
+        inputs = [inputs]
+    with pytest.raises(RecursionError):
+        fastgrad.gradcheck(torch.sin, inputs)

@@ -142,6 +142,8 @@ def test_a_bad_step_is_refused(eps: float) -> None:
 
 def test_bad_arguments() -> None:
     for call in (fastgrad.numerical_jacobian, fastgrad.analytical_jacobian):
+        with pytest.raises(ValueError, match=rf"^{call.__name__} expects at least one input tensor .* are no inputs"):
+            call(torch.sin, ())  # type: ignore[operator]
         with pytest.raises(ValueError, match=r"seed must be an integer of 64 bits, got 1\.5"):
             call(torch.sin, normal(3), seed=1.5)  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"layout must be one of torch\.strided, torch\.sparse_coo, torch\.sparse_csr"):
