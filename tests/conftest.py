@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -14,9 +16,7 @@ from tests.costs import set_costs
 
 PLAIN = os.environ.get("FASTGRAD_NATIVE") == "0"
 
-collect_ignore = [
-    f"core/{name}.py" for name in ("test_graph", "test_native", "test_native_fuzz", "test_ops", "test_plain") if PLAIN
-]
+FILES_OF_THE_COMPILED_MODULE = ("test_native.py", "test_native_fuzz.py", "test_ops.py", "test_plain.py")
 
 OF_THE_COMPILED_MODULE = {
     "test_vectorized_rows_are_those_of_single_vjps": "plain Python does not vectorize rows",
@@ -32,6 +32,10 @@ OF_THE_COMPILED_MODULE = {
     "test_an_error_that_does_not_come_again_is_raised": "plain Python has no small check",
     "test_the_profiler_shows_the_phases_of_small_checks": "plain Python has no small check",
     "test_gradients_that_are_limited_on_the_way_are_no_race": "plain Python does not see hooks on nodes",
+    "test_nodes_give_what_the_engine_gives": "plain Python runs all VJPs by the engine",
+    "test_inputs_within_the_graph": "plain Python runs all VJPs by the engine",
+    "test_a_node_that_raises_raises_in_the_engines_words": "plain Python runs all VJPs by the engine",
+    "test_inputs_must_be_those_of_the_graph": "plain Python does not check its own arguments",
     "test_an_interrupt_leaves_no_level_of_forward_mode": "Python code can be interrupted as it enters the level",
 }
 
@@ -40,6 +44,18 @@ OF_THE_COMPILED_MODULE = {
 def costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vectorizes rows for any time of an evaluation, because the numbers of VJPs depend on it."""
     set_costs(monkeypatch, vectorized_seconds=math.inf)
+
+
+class _Skipped(pytest.Module):
+    """A file that is skipped without importing it, also if it is named on the command line."""
+
+    def collect(self) -> NoReturn:
+        pytest.skip("tests of the compiled module")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    is_skipped = PLAIN and module_path.name in FILES_OF_THE_COMPILED_MODULE
+    return _Skipped.from_parent(parent, path=module_path) if is_skipped else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
