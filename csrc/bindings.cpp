@@ -129,7 +129,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("blocks", &SmallProblem::blocks)
       .def_property_readonly("result", &SmallProblem::result)
       .def_property_readonly("seconds", &SmallProblem::seconds)
-      .def_property_readonly("undisturbed_seconds", &SmallProblem::undisturbed_seconds)
+      .def_property_readonly("working_seconds", &SmallProblem::working_seconds)
       .def_property_readonly("n", &SmallProblem::n)
       .def_property_readonly("m", &SmallProblem::m)
       .def_property_readonly("nodes", &SmallProblem::nodes)

@@ -154,9 +154,9 @@ std::shared_ptr<SmallProblem> SmallProblem::trace(
     throw;
   }
   problem->seconds_ = std::chrono::duration<double>(Clock::now() - start).count();
-  problem->undisturbed_seconds_ = problem->seconds_;
+  problem->working_seconds_ = problem->seconds_;
   if (problem->device_.is_cpu()) {  // waiting for a device also takes processor time
-    problem->undisturbed_seconds_ = std::min(problem->seconds_, processor_seconds() - worked);
+    problem->working_seconds_ = std::min(problem->seconds_, processor_seconds() - worked);
   }
   try {
     if (!problem->evaluator_->inputs_changed() && !problem->evaluator_->mutates_inputs() && problem->take_outputs() &&

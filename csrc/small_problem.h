@@ -33,8 +33,8 @@ class SmallProblem {
   const std::vector<InputBlock>& blocks() const { return blocks_; }
   const pybind11::object& result() const { return result_; }
   double seconds() const { return seconds_; }
-  // Without the time in which other processes had the processor.
-  double undisturbed_seconds() const { return undisturbed_seconds_; }
+  // The part of these seconds in which the processor ran this process; on a CUDA device, all of them.
+  double working_seconds() const { return working_seconds_; }
   // Where the arguments and outputs are.
   at::Device tensor_device() const { return device_; }
 
@@ -142,7 +142,7 @@ class SmallProblem {
   std::vector<InputBlock> blocks_;
   pybind11::object result_;
   double seconds_ = 0.0;
-  double undisturbed_seconds_ = 0.0;
+  double working_seconds_ = 0.0;
   int64_t n_ = 0, m_ = 0, nodes_ = 0, custom_nodes_ = 0;
   bool is_custom_ = false;
   at::Device device_ = at::kCPU;

@@ -82,7 +82,7 @@ def dense_check(
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:
         findings.on_first_graph = problem.evaluations == 1
         try:
-            seconds = problem.undisturbed_seconds if look is None else min(look.measured, problem.undisturbed_seconds)
+            seconds = problem.working_seconds if look is None else min(look.measured, problem.working_seconds)
             findings.backward = whole_backward(problem, settings, seconds)
         except Exception as error:
             raise_unless_of_func(error)

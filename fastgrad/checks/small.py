@@ -134,7 +134,7 @@ def _rows_agree(check: SmallCheck) -> bool:
     """
     problem = check.problem
     columns = None if problem.is_custom else numerical_columns(check)
-    check.backward = check.noted(partial(whole_backward, problem, check.settings, problem.undisturbed_seconds))
+    check.backward = check.noted(partial(whole_backward, problem, check.settings, problem.working_seconds))
     if check.backward is None:
         return False
     check.vjps += check.backward.vjps

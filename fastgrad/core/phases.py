@@ -25,11 +25,10 @@ def clock(device: torch.device) -> float:
     return perf_counter()
 
 
-def undisturbed(seconds: float, since: float, device: torch.device) -> float:
-    """The part of the last `seconds` in which no other process had the processor.
+def working_seconds(seconds: float, since: float, device: torch.device) -> float:
+    """The part of the last `seconds` in which the processor ran this process; on a CUDA device, all of them.
 
-    since: the `process_time` at the beginning of these seconds. Waiting counts only on a CUDA device, because the
-    device works while the process waits.
+    since: the `process_time` at the beginning of these seconds. A CUDA device works while the process waits.
     """
     return seconds if device.type == "cuda" else min(seconds, process_time() - since)
 

@@ -115,7 +115,7 @@ def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
     calls = 2 * problem.n + problem.m
     if isinstance(problem, SmallProblem) and problem.is_custom:
         return calls > TINY_OF_CUSTOM
-    seconds, costs = usual_seconds(problem, problem.undisturbed_seconds), cost_model.COSTS
+    seconds, costs = usual_seconds(problem, problem.working_seconds), cost_model.COSTS
     if isinstance(problem, SmallProblem):
         return dense_seconds(problem, seconds) > costs.small_sketch_seconds + costs.small_sketch_calls * seconds
     return calls > TINY and dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds
@@ -126,7 +126,7 @@ def small_pattern_pays(problem: SmallProblem, column_groups: int, rows: int) -> 
     costs = cost_model.COSTS
     if 2 * problem.n + problem.m <= costs.small_pattern_calls:
         return False
-    seconds = usual_seconds(problem, problem.undisturbed_seconds)
+    seconds = usual_seconds(problem, problem.working_seconds)
     calls = costs.small_pattern_calls + 2 * column_groups + costs.vjp_evaluations * rows
     return dense_seconds(problem, seconds) > costs.small_pattern_seconds + calls * seconds
 
@@ -144,7 +144,7 @@ def is_affordable(problem: Problem) -> bool:
 
 def takes_first_look(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether the problem is large enough for `first_look` to pay off."""
-    seconds = dense_seconds(problem, usual_seconds(problem, problem.undisturbed_seconds))
+    seconds = dense_seconds(problem, usual_seconds(problem, problem.working_seconds))
     if not problem.m or (problem.n < MIN_COLUMNS_FOR_FIRST_LOOK and seconds <= cost_model.COSTS.single_calls_seconds):
         return False
     return settings.engine == "compressed" or seconds >= cost_model.COSTS.guess_seconds

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastgrad.core import native
 from fastgrad.core.errors import as_raised
 from fastgrad.core.memory import OUT_OF_MEMORY, raises_memory_error
-from fastgrad.core.phases import clock, phase, undisturbed
+from fastgrad.core.phases import clock, phase, working_seconds
 from fastgrad.core.precision import relative_step, spacing
 from fastgrad.core.progress import Progress
 from fastgrad.core.tensors import PIECE, largest_change
@@ -97,7 +97,7 @@ class Evaluation:
         self.is_custom = self.vectorizes = False
         self.nodes, self.custom_nodes = _UNKNOWN_NODES, 0
         self.records_differences = records_differences
-        self.seconds = self.undisturbed_seconds = self.unit_roundoff = 0.0
+        self.seconds = self.working_seconds = self.unit_roundoff = 0.0
         self.unspecified = self.base_change = 0.0
         self.ranks = 1
         self.has_checkpoint = self.restores = False
@@ -161,14 +161,14 @@ class Evaluation:
     def _trace(self) -> None:
         if self._traced is not None:
             results, self.seconds = as_tuple(self._traced.result), self._traced.seconds
-            self.undisturbed_seconds = self._traced.undisturbed_seconds
+            self.working_seconds = self._traced.working_seconds
             self._traced.release()
         else:
             start, since = clock(self.device), process_time()
             results = as_tuple(self._evaluator.evaluate(True))
             device = next((v.device for v in results if isinstance(v, Tensor)), self.device)
             self.seconds = clock(device) - start
-            self.undisturbed_seconds = undisturbed(self.seconds, since, device)
+            self.working_seconds = working_seconds(self.seconds, since, device)
         if self._evaluator.inputs_changed():
             self._evaluator.mutates_inputs = True  # also set if an input contains a NaN, which is harmless
         check_outputs(results)

@@ -101,7 +101,7 @@ def first_look(problem: Problem, settings: Settings, known: KnownLook | None = N
 
     def look(record: bool, reacted: NDArray[np.bool_] | None, *seconds: float) -> FirstLook:
         # The shortest time is used: in longer calls, another process may have run, or a library was initialized.
-        usual = usual_seconds(problem, min(problem.undisturbed_seconds, *seconds))
+        usual = usual_seconds(problem, min(problem.working_seconds, *seconds))
         return FirstLook(record, base, moved, reacted, usual, seconds[-1])
 
     def gives_again(values: Tensor, record: bool) -> bool:

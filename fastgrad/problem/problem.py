@@ -34,8 +34,8 @@ class Problem(Differences, ReverseMode, ForwardMode):
         The device of Jacobian blocks, which is the device of the outputs.
     seconds
         Seconds of the first evaluation.
-    undisturbed_seconds
-        The part of these seconds in which no other process had the processor.
+    working_seconds
+        The part of these seconds in which the processor ran this process; on a CUDA device, all of them.
     ranks
         Number of processes that compute columns and rows.
     has_checkpoint, restores
