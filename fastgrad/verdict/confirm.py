@@ -261,6 +261,24 @@ def _first_confirmed(
     return None, measured, unresolved
 
 
+def _farthest_confirmed(
+    problem: Problem, record_graph: bool, eps: float, suspects: Suspects, measured: Tensor
+) -> RemeasuredEntry | None:
+    """The suspected entry with the largest difference, if it is wrong and its derivative converges.
+
+    Rounding may hide small derivatives of an output, but not a large one. measured: which entries were re-measured;
+    this entry is added.
+    """
+    farthest = (suspects.analytical - suspects.numerical).abs().argmax().reshape(1)
+    if bool(measured[farthest]):
+        return None
+    remeasured, _, _ = worst_remeasured(problem, record_graph, eps, [suspects.of(farthest)])
+    if remeasured is None or remeasured.numerical_issue is not None:
+        return None
+    measured[farthest] = True
+    return remeasured
+
+
 def entries_failure(
     problem: Problem, settings: Settings, rows: Tensor, columns: Tensor, analytical: Tensor, numerical: Tensor
 ) -> tuple[Failure | None, float]:
@@ -307,6 +325,8 @@ def _worst_remeasured(
         remeasured, measured, unresolved = _first_confirmed(problem, plan.record_graph, settings.eps, suspects, groups)
         if unresolved:
             findings.note_undecided(unresolved)
+        if remeasured is not None and remeasured.numerical_issue == "not converged":
+            remeasured = _farthest_confirmed(problem, plan.record_graph, settings.eps, suspects, measured) or remeasured
     if remeasured is None:
         return None, ()
     worst = [remeasured.entry, *sorted(remeasured.others, key=_excess, reverse=True)]

@@ -140,3 +140,19 @@ def test_the_largest_error_is_the_largest_finite_one() -> None:
         assert report.failure is not None
         assert report.failure.comparison is not None
         assert math.isfinite(report.failure.comparison.largest_absolute)
+
+
+@pytest.mark.parametrize("keywords", [{"engine": "dense"}, {"engine": "compressed"}, {"fast_mode": True}])
+@pytest.mark.parametrize("size", [4, 40])
+def test_rounding_hides_small_entries_but_not_a_large_wrong_one(size: int, keywords: dict[str, Any]) -> None:
+    """A derivative of 1e15 is lost; the values are so large that rounding hides the other derivatives, which are 1."""
+    x = torch.linspace(0.1, 0.9, size, dtype=torch.float64).requires_grad_()
+    report = fastgrad.check(lambda x: x.sum() + 1e15 * x.detach()[1], (x,), **keywords)
+    assert report.verdict == "failed", str(report)
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    assert report.failure.comparison.worst.input_index == (1,)
+    assert "wrong in at least 1 of" in str(report)
+    right = fastgrad.check(lambda x: x.sum() + 1e15 * x[1], (x,), **keywords)
+    assert right.verdict == "not converged", str(right)
+    assert any("rounding hides the difference" in cause.text for cause in right.causes)
