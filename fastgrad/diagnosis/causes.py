@@ -59,7 +59,7 @@ def _lower_dtype(report: Report, others: Sequence[Cause]) -> Cause | None:
     for dtype in LOWER:
         name = str(dtype).removeprefix("torch.")
         if any(kind.startswith(f"{name}[") for kind in report.subject.inputs):
-            text = f"the inputs are {name}: rounding to {name} is larger than the change of func over a step of eps"
+            text = f"an input is {name}: rounding to {name} is larger than the change of func over a step of eps"
             measure = 'to test this, repeat the call with reference="float64", or with inputs in double precision'
             return Cause("low precision", text, measure, max([0.5, *(cause.confidence for cause in others)]))
     return None
@@ -101,10 +101,10 @@ def _of_kind(failure: Failure, notes: Sequence[str]) -> Iterator[Cause]:
 
 
 _OF_ISSUES = {
-    "low precision": ("differences over many steps", 0.9),
-    "kink": ("one-sided differences", 0.95),
-    "discontinuity": ("differences over many steps", 0.96),
-    "not finite": ("values at x", 0.98),
+    "low precision": ("shown by differences over many steps", 0.9),
+    "kink": ("shown by one-sided differences", 0.95),
+    "discontinuity": ("shown by differences over many steps", 0.96),
+    "not finite": ("shown by the values at x", 0.98),
 }
 """Evidence and confidence of the causes that re-measuring an entry shows."""
 
@@ -113,8 +113,8 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     if evidence.func_varies:
         yield Cause(
             "nondeterminism",
-            f"{varying(settings)} gives different values for the same inputs: random numbers, state, atomic additions, "
-            "or uninitialized memory",
+            f"{varying(settings)} gives different values for the same inputs: look for random numbers, state, "
+            "atomic additions, or uninitialized memory",
             f"two calls at the same inputs differ by {evidence.func_varies:.1e}",
             0.97,
         )
@@ -122,8 +122,8 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
         yield Cause(
             "low precision",
             f"func computes in {evidence.output_dtype} and returns double precision",
-            "x was moved a little: all output values that changed, except integers, are exact numbers of "
-            f"{evidence.output_dtype}",
+            "after a small change of x, all output values that changed and are not integers are "
+            f"{evidence.output_dtype} numbers",
             0.96,
         )
     elif failure.numerical_issue is not None and failure.numerical_issue != "not converged":
@@ -145,9 +145,9 @@ def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]
     if step > eps and modulus(worst.numerical) == 0 and slope and abs(slope - analytical) <= abs(analytical) / 4:
         yield Cause(
             "low precision",
-            "func rounds an intermediate result, to a lower precision or by round(), so that it is piecewise constant",
-            f"func does not change over steps of {eps:g}, but over a step of {step:.2g} its slope is "
-            f"{slope:.3g}, analytical {analytical:.3g}",
+            "func is piecewise constant, because it rounds an intermediate result: to a lower precision, or by round()",
+            f"func does not change over steps of {eps:g}, but over a step of {step:.2g} its slope is {slope:.3g}; "
+            f"the analytical derivative is {analytical:.3g}",
             0.9,
         )
 
@@ -167,7 +167,7 @@ def _of_steps(
             "rounding",
             f"at eps = {eps:g}, rounding hides the difference: one ulp of func's value, divided by eps, is "
             f"{ulp / eps:.1e}; use a larger eps, or subtract a constant offset from the values",
-            f"|difference| {off:.1e} is within rounding",
+            f"the derivatives differ by {off:.1e}, which rounding explains",
             0.95 if is_open else 0.92,
         )
         return
@@ -178,8 +178,8 @@ def _of_steps(
             "truncation",
             f"eps = {eps:g} is too large: func is curved, or has a kink or a jump, within eps of the inputs; use a "
             "smaller eps",
-            f"the analytical derivative is off by {off:.1e} at eps, but by {abs(slope - analytical):.1e} at a step of "
-            f"{h:.1e}, which gives {_number(slope)}",
+            f"the derivatives differ by {off:.1e} at eps, but only by {abs(slope - analytical):.1e} at a step of "
+            f"{h:.1e}, where the numerical one is {_number(slope)}",
             0.95 if is_open else 0.88,
         )
 
@@ -196,8 +196,8 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     if evidence.after_others is not None and evidence.after_others > MIN_DEVIATION:
         yield Cause(
             "saved tensor",
-            "backward reads a tensor that other calls of func overwrite: in a global variable, on the class or in a "
-            "shared buffer; ctx.save_for_backward keeps one tensor per graph",
+            "backward reads a tensor that other calls of func overwrite, for example in a global variable, on the "
+            "class or in a shared buffer: use ctx.save_for_backward, which keeps one tensor per graph",
             f"relative change {evidence.after_others:.1e} of the gradient after a call of func at another point",
             0.93,
         )
@@ -205,7 +205,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
         yield Cause(
             "nonlinear backward",
             "backward does not multiply its result, or a term of it, by grad_output",
-            f"a gradient of {evidence.at_zero:.2g} for a zero grad_output",
+            f"for a zero grad_output, the largest element of the gradient is {evidence.at_zero:.2g}",
             0.95,
         )
     scaled = evidence.scaled or ()
@@ -213,8 +213,8 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     if nonlinear:
         c, deviation, size = nonlinear[0]
         measure = (
-            f"for {c:g} x grad_output, the gradient is {size:.3g} x as large; relative deviation from a linear "
-            f"backward {deviation:.1e}"
+            f"for {c:g} x grad_output, the gradient is {size:.3g} x as large; its relative difference from {c:g} x the "
+            f"original gradient is {deviation:.1e}"
         )
         yield Cause("nonlinear backward", _how_nonlinear(scaled), measure, 0.94)
         return
@@ -231,9 +231,10 @@ def _of_terms(evidence: Evidence) -> Iterator[Cause]:
     if evidence.added is not None and not evidence.added <= MIN_DEVIATION:
         yield Cause(
             "nonlinear backward",
-            "backward is not additive in grad_output: a quantization, a maximum, or a product of its elements",
+            "backward is not additive in grad_output: look for a quantization, a maximum, or a product of elements of "
+            "grad_output",
             "the gradients for two dense grad_outputs do not add up to the gradient for their sum: "
-            f"deviation {evidence.added:.1e}",
+            f"relative difference {evidence.added:.1e}",
             0.94,
         )
     elif evidence.split is not None and not evidence.split <= MIN_DEVIATION:
@@ -246,18 +247,18 @@ def _of_terms(evidence: Evidence) -> Iterator[Cause]:
             "sparse grad_output",
             text,
             "the gradients for parts of a grad_output do not add up to the gradient for the whole: "
-            f"deviation {evidence.split:.1e}",
+            f"relative difference {evidence.split:.1e}",
             0.92,
         )
 
 
 def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
-    contiguous = "a data_ptr(), view() or kernel that assumes contiguous memory"
-    aligned = "a kernel that ignores the storage offset, or uses aligned loads"
+    contiguous = "look for a data_ptr(), view() or kernel that assumes contiguous memory"
+    aligned = "look for a kernel that ignores the storage offset, or uses aligned loads"
     kinds = (
-        (evidence.non_contiguous, evidence.non_contiguous_error, "non-contiguous", contiguous),
-        (evidence.offset, evidence.offset_error, "at a storage offset", aligned),
-        (evidence.expanded, evidence.expanded_error, "expanded (stride 0)", contiguous),
+        (evidence.non_contiguous, evidence.non_contiguous_error, "is non-contiguous", contiguous),
+        (evidence.offset, evidence.offset_error, "has a storage offset", aligned),
+        (evidence.expanded, evidence.expanded_error, "is expanded (stride 0)", contiguous),
     )
     for deviation, error, how, mistake in kinds:
         if error is None and (deviation is None or deviation <= MIN_DEVIATION):
@@ -267,13 +268,13 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
         elif math.isinf(deviation):
             measure = "one of the two gradients is zero or not finite, and the other is not"
         else:
-            measure = f"relative difference {deviation:.1e} of the two gradients"
+            measure = f"the relative difference of the two gradients is {deviation:.1e}"
         yield Cause(
             "layout of grad_output",
-            f"backward {'is wrong' if error is None else 'raises'} for a grad_output that is {how}, but not for a "
+            f"backward {'is wrong' if error is None else 'raises'} for a grad_output that {how}, but not for a "
             f"contiguous copy: {mistake}",
             measure,
-            0.8 if how.startswith("expanded") and not linear else 0.93,
+            0.8 if how.startswith("is expanded") and not linear else 0.93,
         )
         return
 
@@ -281,7 +282,9 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
 def _modified(evidence: Evidence) -> Cause:
     error = evidence.non_contiguous_error or evidence.offset_error or evidence.expanded_error
     if evidence.modified is not None and evidence.modified > MIN_DEVIATION:
-        measure = f"relative difference {evidence.modified:.1e} of the gradient if backward gets a copy of grad_output"
+        measure = (
+            f"if backward gets a copy of grad_output, the gradient has a relative difference of {evidence.modified:.1e}"
+        )
     else:
         measure = "a dense grad_output has different values after the call"
         measure += f"; for another layout, backward raises {error}" if error else ""
@@ -303,7 +306,7 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
         yield Cause(
             "saved tensor",
             "backward changes what it reads: a tensor that forward saved, or state on ctx",
-            f"{measure}; the first backward after another forward gives the first values again",
+            f"{measure}; the first backward after another forward gives the first gradient again",
             0.96,
         )
     elif all(earlier < later for earlier, later in itertools.pairwise(runs)):
@@ -314,9 +317,9 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
             0.96,
         )
     else:
-        reasons = "random numbers, state, missing synchronization, or uninitialized memory"
+        reasons = "look for random numbers, state, missing synchronization, or uninitialized memory"
         if max(runs) < AS_ROUNDING:
-            reasons = "atomic additions in a varying order, or missing synchronization"
+            reasons = "look for atomic additions in a varying order, or missing synchronization"
         yield Cause("nondeterminism", f"repeated calls of backward give different values: {reasons}", measure, 0.95)
 
 
@@ -325,7 +328,9 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
     deviations = {c: deviation for c, deviation, _ in scaled}
     powers = [math.log(size) / math.log(c) for c, size in sizes.items() if c > 0 and size > 0 and math.isfinite(size)]
     if deviations.get(-1.0, 0.0) > MIN_DEVIATION and all(d <= MIN_DEVIATION for c, d in deviations.items() if c > 0):
-        return "backward treats positive and negative grad_outputs differently: an abs(), a relu, or a comparison"
+        return (
+            "backward treats positive and negative grad_outputs differently: look for an abs(), a relu, or a comparison"
+        )
     power = round(sum(powers) / len(powers), 2) if powers else 1.0
     if power != 1.0 and max(powers) - min(powers) < 0.01:
         if abs(power) < 0.01:
@@ -380,7 +385,7 @@ _OF_EXPLANATIONS: dict[CauseName, float] = {"saved tensor": 0.85, "dependent inp
 def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
     if evidence.explanation is not None:
         explanation = evidence.explanation
-        measure = f"random sums of all entries agree with this to {explanation.error:.0e}"
+        measure = f"sums of all entries with random weights agree with this to {explanation.error:.0e}"
         yield Cause(explanation.name, explanation.text, measure, _OF_EXPLANATIONS.get(explanation.name, 0.94))
     other = evidence.other_part
     if other is not None and failure.mode == "reverse" and failure.comparison and failure.comparison.worst:
@@ -392,15 +397,15 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
                 "missing conjugate",
                 f"the gradient of the {failure.part} part of the output has the wrong sign, and that of the other part "
                 "is right: a conj() of grad_output or of its factor is missing",
-                f"the gradient of the other part is off by {off:.0e}",
+                f"the error of the gradient of the other part is {off:.0e}",
                 0.97,
             )
         elif modulus(found) == 0 and size and off <= RESIDUAL * size:
             dropped = "imaginary" if failure.part == "imaginary" else "real"
             yield Cause(
                 "complex factor",
-                f"backward ignores the {dropped} part of grad_output, and the gradient of the other part is right: a "
-                ".real or .imag in backward",
-                f"the gradient of the other part is off by {off:.0e}",
+                f"backward ignores the {dropped} part of grad_output, and the gradient of the other part is right: "
+                "look for .real or .imag in backward",
+                f"the error of the gradient of the other part is {off:.0e}",
                 0.95,
             )

@@ -192,7 +192,7 @@ class Hypotheses:
                         return one.u * one.gradient, _scaled(one.v, side, scale) * one.slope
                     return _scaled(one.u, side, 1 / scale) * one.gradient, one.v * one.slope
 
-                lacks = "lacks the factor" if how == "missing" else "is multiplied once too often by"
+                lacks = "must also be multiplied by" if how == "missing" else "is multiplied once too often by"
                 text = f"the gradient of {self.name_of(block)} {lacks} {name}"
                 found = self._explained("missing factor", text, scaled)
                 if found is not None:
@@ -220,11 +220,14 @@ class Hypotheses:
             return None
         output, block = self.output, self.input
         most = min(MAX_SHIFTS, max(16, MAX_SHIFTS * 4096 // max(output.size, block.size)))
-        sides: tuple[tuple[Side, Block], ...] = ("input", block), ("output", output)
-        for side, own in sides:
+        sides: tuple[tuple[Side, Block, str], ...] = (
+            ("input", block, self.name_of(block)),
+            ("output", output, f"output {output.position}"),
+        )
+        for side, own, name in sides:
             if own.elements is not None:
                 continue
-            for rearrangement in rearrangements(tuple(own.tensor.shape), side, most):
+            for rearrangement in rearrangements(tuple(own.tensor.shape), side, name, most):
 
                 def moved(one: _Vectors, own: Block = own, r: Rearrangement = rearrangement) -> Sums:
                     if own is block:
@@ -244,7 +247,7 @@ class Hypotheses:
 
     def at_changed_input(self, left: Callable[[], int]) -> Explanation | None:
         """Whether the gradient is right at another point: a saved input may have been changed to that point."""
-        for name, away in _points(self.problem, self.name_of):
+        for own, name, away in _points(self.problem, self.name_of):
             if left() < 4:
                 return None
 
@@ -252,8 +255,8 @@ class Hypotheses:
                 return one.u * one.gradient, one.v * self._slope_along(one.u, away)
 
             text = (
-                f"the gradient is right for {name}, not for the input: a saved tensor was changed, or backward "
-                "computes with this value"
+                f"the gradient is right for {name}, not for {own}: a saved tensor was changed, or backward computes "
+                "with this value"
             )
             try:
                 found = self._explained("saved tensor", text, there)
@@ -371,8 +374,8 @@ class Hypotheses:
         return one.u * one.gradient, one.u[block.slice] * slope[output.slice]
 
 
-def _points(problem: Problem, name_of: Callable[[Block], str]) -> Iterator[tuple[str, Tensor]]:
-    """Values that may have replaced a saved input: their descriptions, and their displacements from x."""
+def _points(problem: Problem, name_of: Callable[[Block], str]) -> Iterator[tuple[str, str, Tensor]]:
+    """Values that may have replaced a saved input: its name, their descriptions, and their displacements from x."""
     x = problem.coordinates()
     for block in problem.inputs:
         here, name = x[block.slice], name_of(block)
@@ -392,7 +395,7 @@ def _points(problem: Problem, name_of: Callable[[Block], str]) -> Iterator[tuple
             (f"{name} squared", here * here),
         ]
         for words, there in results + changed:
-            yield words, _at(problem, block, there - here)
+            yield name, words, _at(problem, block, there - here)
 
 
 def _at(problem: Problem, block: Block, values: Tensor) -> Tensor:

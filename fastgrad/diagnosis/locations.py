@@ -24,7 +24,7 @@ CHANCE_IN_SAMPLE = 0.35
 CHANCE_OF_HALO = 0.35
 """The same for the ends along a dimension along which elements depend on each other, where mistakes are common."""
 
-_HALO = ": padding, or a halo"
+_HALO = "; check the padding or halo"
 
 JUMP = 30.0
 """Least ratio of the errors in a region to those outside it; both are relative to the allowed error."""
@@ -156,7 +156,7 @@ def place_causes(
         if rule.sampled is not None and cause.text in is_right:
             if not is_right[cause.text]:
                 continue
-            cause = replace(cause, measure=f"{cause.measure}; random sums of the other entries agree")
+            cause = replace(cause, measure=f"{cause.measure}; sums of the other entries with random weights agree")
         elif rule.sampled is not None:
             if rule.chance > CHANCE:
                 continue
@@ -198,9 +198,9 @@ def _element(places: _JudgedElements, name: str) -> Rule | None:
     element = places.elements[places.bad]
     spot = ", ".join(map(str, places.index[places.bad][0].tolist()))
     chance = places.bad.numel() * math.exp(_log_chance(wrong, total))
-    text = f"wrong only in {name}[{spot}]"
+    text = f"derivatives are wrong only in {name}[{spot}]"
     sampled = "" if places.is_complete else "sampled "
-    measure = f"all {wrong} {sampled}entries of this element, and none of the other {total - wrong}"
+    measure = f"all {wrong} {sampled}entries of this element are wrong, and none of the other {total - wrong}"
     if chance > CHANCE:
         return None
     cause = Cause("slice", text, measure, 0.95 * (1 - chance))
@@ -228,7 +228,10 @@ def _triangle(places: _JudgedElements, name: str) -> Rule | None:
     for where, covers in parts:
         part = covers(places)
         if bool((part == places.bad).all()) and not bool(part.all()):
-            text = f"wrong only {where} of the last two dimensions of {name}: a mask, tril() or triu()"
+            text = (
+                f"derivatives are wrong only {where} of the last two dimensions of {name}; look for a mask, tril() or "
+                "triu()"
+            )
             return _rule("triangle", text, places, len(parts) * math.exp(_log_chance(bad, total)), 0.93, covers)
     return None
 
@@ -253,7 +256,7 @@ def _rule(
     bad, total = int(places.bad.sum()), places.bad.numel()
     wrong = {1: "the only element", 2: "both elements"}.get(bad, f"all {bad} elements")
     sampled = "" if places.is_complete else " in the sample"
-    measure = f"covers {wrong} with wrong entries, and none of the {total - bad} others{sampled}"
+    measure = f"true of {wrong} with wrong entries, and of none of the {total - bad} others{sampled}"
     return _of(places, Cause(name, text, measure, base * (1 - chance)), covers, chance, edges)
 
 
@@ -276,7 +279,10 @@ def _tails(places: _JudgedElements, name: str) -> list[Rule | None]:
         blocks = _tail_blocks(_extent(along[~bad])[1], _extent(along[bad])[0], size)
         rules = []
         for start, block in blocks.items():
-            text = f"wrong only in the last tile: from index {start} (a multiple of {block}) along {what}, size {size}"
+            text = (
+                f"derivatives are wrong only in the last tile: from index {start}, a multiple of {block}, to the end "
+                f"of {what} (size {size})"
+            )
             base, edge = 0.94 if block >= 8 else 0.88, _at_number(number, start)
             chance = 2 * places.chance()
             rules.append(_rule("last tile", text, places, chance, base, _from(number, start), (edge,)))
@@ -292,7 +298,10 @@ def _tails(places: _JudgedElements, name: str) -> list[Rule | None]:
     if len(found) < 2 or None in found:
         return []
     multiples = " and ".join(str(block) for block in sorted({block for block in found if block}))
-    text = f"wrong only in the last tiles: {name} is right up to the last multiples of {multiples} along its dimensions"
+    text = (
+        "derivatives are wrong only in the last tiles: they are right up to the last multiples of "
+        f"{multiples} along the dimensions of {name}"
+    )
     edges = tuple(_at_number(_along(dim), start) for dim, start in cut.items())
     return [_rule("last tile", text, places, 2 * places.chance(), 0.93, lambda some: (some.index > ends).any(1), edges)]
 
@@ -339,7 +348,7 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
         )
         mixes = places.mixing is None or dim in places.mixing
         hint, most_chance = (_HALO, CHANCE_OF_HALO) if dim in (places.mixing or ()) else ("", CHANCE)
-        text = f"wrong only at {where} along dimension {dim} of {name}{hint}"
+        text = f"derivatives are wrong only at {where} along dimension {dim} of {name}{hint}"
         if first and last:
             base = 0.93
         elif first + last > 1 or len(places.shape) == 1:
@@ -355,7 +364,7 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
         sizes, dims = torch.tensor(places.shape, device="cpu"), list(range(len(places.shape)))
         margins = torch.maximum(low_corner, sizes - 1 - high_corner)
         if not bool(within.any()) and int((margins > 0).sum()) > 1 and bool((margins <= sizes // 3).all()):
-            text = f"wrong only along the borders of {name}{_HALO if places.mixing else ''}"
+            text = f"derivatives are wrong only along the borders of {name}{_HALO if places.mixing else ''}"
             covers = _outside(low_corner, high_corner, dims)
             edges = _edges(list(zip(dims, low_corner.tolist(), high_corner.tolist(), strict=True)), places.shape)
             return _rule("boundary", text, places, 2 * places.chance(), 0.93, covers, edges)
@@ -398,7 +407,7 @@ def _slice(places: _JudgedElements, name: str) -> Rule | None:
             spot = ", ".join(str(int(wrong[0, dim])) if dim in dims else ":" for dim in range(len(places.shape)))
             chance = rules**count * places.chance()
             covers = _at(dims, wrong[0, dims])
-            return _rule("slice", f"wrong only in {name}[{spot}]", places, chance, 0.9, covers)
+            return _rule("slice", f"derivatives are wrong only in {name}[{spot}]", places, chance, 0.9, covers)
     return None
 
 
@@ -432,7 +441,7 @@ def _region(places: _JudgedElements, name: str) -> Rule | None:
         sign += "=" * (threshold == last_wrong)
         covers = _where(sign, threshold, what != name)
         edge = _last_of(covers, what != name, sign[0])
-        text = f"wrong only where {what} {sign} {threshold:.4g}"
+        text = f"derivatives are wrong only where {what} {sign} {threshold:.4g}"
         return _rule("region", text, places, chance, base, covers, (edge,))
     right, wrong = values[~bad], values[bad]
     low, high = float(wrong.min()), float(wrong.max())
@@ -441,7 +450,7 @@ def _region(places: _JudgedElements, name: str) -> Rule | None:
         end, _ = _threshold(high, float(right[right > high].min()))
         signs = "<=" if begin == low else "<", "<=" if end == high else "<"
         chance = places.bad.numel() ** 2 * places.chance()
-        text = f"wrong only where {begin:.4g} {signs[0]} {name} {signs[1]} {end:.4g}"
+        text = f"derivatives are wrong only where {begin:.4g} {signs[0]} {name} {signs[1]} {end:.4g}"
         first, last = _where(signs[0].replace("<", ">"), begin, False), _where(signs[1], end, False)
         edges = _last_of(first, False, ">"), _last_of(last, False, "<")
         return _rule("region", text, places, chance, 0.85, lambda some: first(some) & last(some), edges)
@@ -480,7 +489,14 @@ def _single_value(places: _JudgedElements, name: str) -> Rule | None:
     if wrong.numel() == 1 and value not in COMMON_THRESHOLDS:
         return None
     covers = _where("==", value, False)
-    return _rule("region", f"wrong only where {name} is {value + 0.0:.4g}", places, 2 * places.chance(), 0.92, covers)
+    return _rule(
+        "region",
+        f"derivatives are wrong only where {name} is {value + 0.0:.4g}",
+        places,
+        2 * places.chance(),
+        0.92,
+        covers,
+    )
 
 
 def _threshold(low: float, high: float) -> tuple[float, bool]:

@@ -118,12 +118,13 @@ def _matrices(sample: Sample, settings: Tolerances) -> _Matrices | None:
     return _Matrices(found[0], found[1], settings, len(sample.output_shape))
 
 
-def structure_causes(sample: Sample, settings: Tolerances) -> Iterator[Cause]:
+def structure_causes(sample: Sample, settings: Tolerances, names: tuple[str, str]) -> Iterator[Cause]:
+    """Causes from a comparison of both Jacobians as matrices; names: of the input and the output."""
     matrices = _matrices(sample, settings)
     if matrices is None:
         return
     for explain in (_of_rearrangements, _of_broadcasting, _of_permutations, _of_dimensions, _of_reductions):
-        found = list(explain(matrices, sample))
+        found = list(explain(matrices, sample, names))
         yield from found
         if found:
             return
@@ -138,13 +139,18 @@ class Rearrangement:
     apply: Callable[[Tensor, int], Tensor]
 
 
-def rearrangements(shape: tuple[int, ...], side: Side, most_shifts: int = MAX_SHIFTS) -> Iterator[Rearrangement]:
-    """Rearrangements of the gradient of an input, or of grad_output: transposed, shifted or reversed."""
-    what = "the gradient of the input" if side == "input" else "grad_output"
+def rearrangements(
+    shape: tuple[int, ...], side: Side, name: str, most_shifts: int = MAX_SHIFTS
+) -> Iterator[Rearrangement]:
+    """Rearrangements of the gradient of an input, or of grad_output: transposed, shifted or reversed.
+
+    name: that of the input or the output in the text.
+    """
+    what = f"the gradient of {name}" if side == "input" else "grad_output"
     dims = range(len(shape))
     for p, q in itertools.combinations(dims, 2):
         if shape[p] == shape[q] > 1:
-            text = f"{what} is transposed: dimensions {p} and {q} of the {side} are swapped"
+            text = f"{what} is transposed: dimensions {p} and {q} of {name} are swapped"
             yield Rearrangement("transposed", text, partial(_swapped, p, q))
     for dim, size in enumerate(shape):
         for shift in _nearest_first(size, most_shifts):
@@ -182,24 +188,24 @@ def _nearest_first(size: int, most: int) -> Iterable[int]:
     return itertools.islice((shift for shift in shifts if -shift * 2 != size), most)
 
 
-def _of_rearrangements(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+def _of_rearrangements(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[Cause]:
     """The cause if the entries are right, but rearranged."""
-    for number, (name, text, rearranged) in enumerate(_rearranged(matrices, sample)):
+    for number, (name, text, rearranged) in enumerate(_rearranged(matrices, sample, names)):
         count = matrices.explains(rearranged, number + 1)
         if count > 1:
             yield Cause(name, text, f"explains all {count} wrong entries", 0.94)
             return
 
 
-def _rearranged(matrices: _Matrices, sample: Sample) -> Iterator[tuple[CauseName, str, Tensor]]:
+def _rearranged(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[tuple[CauseName, str, Tensor]]:
     """Yields the numerical Jacobian with other orders of inputs or outputs, then transposed, with name and text."""
     n, outputs = matrices.numerical, matrices.outputs
     sides: tuple[tuple[Side, int, tuple[int, ...]], ...] = (
         ("input", outputs, sample.input_shape),
         ("output", 0, sample.output_shape),
     )
-    for side, first, shape in sides:
-        for one in rearrangements(shape, side):
+    for (side, first, shape), name in zip(sides, names, strict=True):
+        for one in rearrangements(shape, side, name):
             yield one.name, one.text, one.apply(n, first)
     if sample.input_shape != sample.output_shape or not sample.output_shape:
         return
@@ -221,7 +227,7 @@ ADJOINT = (
 )
 
 
-def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+def _of_permutations(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[Cause]:
     """The cause if each row, or each column, has the right values in another order."""
     if not sample.complete:
         return
@@ -235,7 +241,7 @@ def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     off = [(a.sort(dim).values - n.sort(dim).values).abs().max() for dim in (0, 1)]
     if not matrices.supports(2):
         return
-    for dim, what, count in ((1, "the gradient", size), (0, "grad_output", m)):
+    for dim, what, count in ((1, f"the gradient of {names[0]}", size), (0, "grad_output", m)):
         other, difference = n.shape[1 - dim], max(off) if is_mask else off[dim]
         if count < 2 or other < 2:
             continue
@@ -245,8 +251,8 @@ def _of_permutations(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
         if bool(difference <= allowed) and moved > 1 and bool(spread > 10 * allowed):
             yield Cause(
                 "permuted",
-                f"{what} has the right values at wrong positions: a permutation is applied instead of its inverse, or "
-                "vice versa",
+                f"{what} has the right values at wrong positions: backward applies a permutation instead of its "
+                "inverse, or the inverse instead of the permutation",
                 f"after sorting, the entries agree to {float(difference):.0e}; {moved} of {count} positions differ",
                 0.91,
             )
@@ -277,7 +283,7 @@ def _flattened(matrices: _Matrices, sample: Sample) -> _Flat | None:
     return _Flat(a, n, known, wrong)
 
 
-def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+def _of_broadcasting(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[Cause]:
     """The cause if backward sums over the wrong dimensions of grad_output for an input that func expands."""
     flat = _flattened(matrices, sample)
     if flat is None or shared_by(sample) < 2 or not bool((flat.a != 0).any()):
@@ -292,14 +298,14 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     if (everywhere and flat.a.shape[1] > 1) or (misplaced and bool((flat.wrong & (flat.n == 0)).any())):
         yield Cause(
             "missing reduction",
-            "each element of the input affects several outputs, but its gradient is summed over "
+            f"each element of {names[0]} affects several outputs, but its gradient is summed over "
             + ("all of grad_output" if everywhere else "the wrong dimension of grad_output"),
             f"explains all {int(flat.wrong.sum())} wrong entries",
             0.95,
         )
 
 
-def _of_dimensions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+def _of_dimensions(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[Cause]:
     """The cause if elements depend on each other along one dimension in func, but along another in backward."""
     if sample.input_shape != sample.output_shape:
         return
@@ -323,7 +329,7 @@ def _coupled_dims(matrix: Tensor, outputs: int) -> set[int]:
     return set(differ.nonzero().flatten().tolist())
 
 
-def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
+def _of_reductions(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[Cause]:
     """The cause if backward lacks a sum or a mean over grad_output, or assigns gradients instead of adding them."""
     flat = _flattened(matrices, sample)
     if flat is None:
@@ -345,8 +351,8 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     if bool((lost == wrong).all()) and total and single and not _broadcast_dims(sample):
         yield Cause(
             "overwritten",
-            "each element's gradient comes from only one of the outputs that it affects: for repeated indices or "
-            "overlapping windows, gradients are assigned instead of accumulated",
+            f"the gradient of each element of {names[0]} comes from only one of the outputs that the element affects: "
+            "for repeated indices or overlapping windows, gradients are assigned instead of accumulated",
             "every wrong entry is zero, and its input element has one nonzero analytical entry",
             0.94,
         )
@@ -354,11 +360,11 @@ def _of_reductions(matrices: _Matrices, sample: Sample) -> Iterator[Cause]:
     if not bool(extra.any()) and int(lost.sum()) * 2 >= total > 1 and both and spread and in_rows and share >= 0.45:
         yield Cause(
             "missing reduction",
-            f"each element's gradient omits {'most' if share > 0.55 else 'about half'} of the outputs that depend on "
-            f"it: a sum or a mean over grad_output is missing{_along(_summed_dims(matrices, sample))}, or a mean or "
-            "norm is treated as a constant",
-            f"{int(lost.sum())} of {total} wrong entries are zero; at least half of their input elements have entries "
-            "that are not",
+            f"the gradient of each element of {names[0]} omits {'most' if share > 0.55 else 'about half'} of the "
+            "outputs that depend on the element: a sum or a mean over grad_output is missing"
+            f"{_along(_summed_dims(matrices, sample), names[1])}, or a mean or norm is treated as a constant",
+            f"{int(lost.sum())} of {total} wrong entries are zero; at least half of their input elements also have "
+            "nonzero entries",
             0.92,
         )
         return
@@ -383,8 +389,8 @@ def _summed_dims(matrices: _Matrices, sample: Sample) -> list[int]:
     return found
 
 
-def _along(dims: list[int]) -> str:
-    return f" along dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))} of the output" if dims else ""
+def _along(dims: list[int], name: str) -> str:
+    return f" along dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))} of {name}" if dims else ""
 
 
 def _is_outer(error: Tensor, n: Tensor) -> bool:

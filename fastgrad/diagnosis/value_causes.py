@@ -79,11 +79,11 @@ def of_sums(comparison: Comparison) -> Iterator[Cause]:
 
 def _zero(count: int, confidence: float, order: int, is_whole: bool = True) -> Cause:
     """The cause if wrong entries are zero; is_whole: whether all entries of their input elements may be zero."""
-    why = "a missing term, or a gradient that backward returns as None" if is_whole else "a missing term"
+    why = "a term is missing, or backward returns None for this gradient" if is_whole else "a term is missing"
     if order > 1:
         why = (
-            "a missing term, or a value that backward treats as a constant: detach(), .data, no_grad(), or a tensor "
-            "kept on ctx without save_for_backward"
+            "a term is missing, or backward treats a value as a constant; look for detach(), .data, no_grad(), and for "
+            "tensors kept on ctx without save_for_backward"
         )
     return Cause(
         "zero gradient",
@@ -95,9 +95,7 @@ def _zero(count: int, confidence: float, order: int, is_whole: bool = True) -> C
 
 def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float, selected: int = 0) -> Cause:
     if abs(k + 1) <= EXACT:
-        return Cause(
-            "sign", "the analytical gradient has the wrong sign", f"residual {residual:.0e}", confidence + 0.01
-        )
+        return Cause("sign", "the analytical gradient has the wrong sign", _fit_text(residual), confidence + 0.01)
     known = [what for what, size in sizes.items() if size > 2 and abs(k / size - 1) <= EXACT]
     inverse = [what for what, size in sizes.items() if size > 2 and abs(k * size - 1) <= EXACT]
     why = f": the factor {1 / k:.4g} is missing"
@@ -116,24 +114,31 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float,
         else:
             why += superfluous
     text = f"every wrong analytical entry is {k:.4g} x the numerical one{why}"
-    return Cause("constant factor", text, f"residual {residual:.0e}", confidence)
+    return Cause("constant factor", text, _fit_text(residual), confidence)
+
+
+def _fit_text(residual: float) -> str:
+    return f"relative residual of the fit {residual:.0e}"
 
 
 def of_sample(sample: Sample, report: Report, failure: Failure, settings: Tolerances) -> list[Cause]:
     evidence = report.evidence or Evidence()
-    values = list(_of_values(sample, failure, evidence, report.settings.order))
-    structure = list(structure_causes(sample, settings))
+    names = places_named(report, failure)
+    values = list(_of_values(sample, failure, evidence, report.settings.order, names))
+    structure = list(structure_causes(sample, settings, names))
     found = [*structure, *values]
     # These causes also explain which entries are right, so that a cause from positions is not needed.
     replaces_places = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
     if not any(cause.name in replaces_places for cause in structure):
-        found += place_causes(sample, places_named(report, failure), settings, evidence.places or ())
+        found += place_causes(sample, names, settings, evidence.places or ())
     found += _of_precision(sample)
     return found
 
 
-def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int) -> Iterator[Cause]:
-    """Causes from the relation of wrong analytical entries to numerical ones."""
+def _of_values(
+    sample: Sample, failure: Failure, evidence: Evidence, order: int, names: tuple[str, str]
+) -> Iterator[Cause]:
+    """Causes from the relation of wrong analytical entries to numerical ones; names: of the input and the output."""
     a, n = sample.analytical[sample.failing], sample.numerical[sample.failing]
     finite = a.isfinite() & n.isfinite()
     a, n = a[finite], n[finite]
@@ -149,7 +154,7 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
         elif sample.complete:
             yield _zero(count, 0.5, order, is_whole=False)
         return
-    sizes = _sizes(sample)
+    sizes = _sizes(sample, names)
     if a.is_complex():
         yield from _of_complex(a, n, failure, sizes)
         return
@@ -170,12 +175,12 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int)
         shared = shared_by(sample)
         counts = [size for size in {shared, *sample.output_shape} if size > 1 and shared and shared % size == 0]
         if any(min(abs(k.real * size - 1), abs(k.real / size - 1)) <= EXACT for size in counts):
-            what = "a mean instead of a sum" if abs(k.real) < 1 else "a sum instead of a mean"
+            taken = "a mean instead of a sum" if abs(k.real) < 1 else "a sum instead of a mean"
             yield Cause(
                 "missing reduction",
-                f"each element of the input affects {shared} outputs, and the gradient of the input is {k.real:.4g} "
-                f"x the right one: {what}",
-                f"residual {residual:.0e}",
+                f"each element of {names[0]} affects {shared} outputs, and the gradient of {names[0]} is {k.real:.4g} "
+                f"x the right one: backward takes {taken}",
+                _fit_text(residual),
                 0.88,
             )
 
@@ -198,8 +203,8 @@ def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
         yield Cause(
             "missing term",
             f"every wrong analytical entry is too {'small' if difference > 0 else 'large'} by {abs(difference):.4g}: "
-            "backward omits a term that is linear in the input, for example a residual connection, or adds one",
-            f"in {a.numel()} entries, to within {spread:.0e}",
+            "backward omits or adds a term that is linear in the input, for example a residual connection",
+            f"true of {a.numel()} entries, to within {spread:.0e}",
             0.9,
         )
 
@@ -217,7 +222,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
                 "complex factor",
                 f"every wrong analytical entry is {_complex_text(k)} x the numerical one: the factor "
                 f"{_complex_text(1 / k)} is missing",
-                f"residual {residual:.0e}",
+                _fit_text(residual),
                 0.89,
             )
     elif conjugate_residual <= RESIDUAL:
@@ -227,7 +232,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
             "missing conjugate" if plain else "complex factor",
             "backward uses the complex conjugate of the right derivative"
             + (": a conj() is missing" if plain else f", multiplied by {_complex_text(c)}"),
-            f"residual {conjugate_residual:.0e}",
+            _fit_text(conjugate_residual),
             0.95 if plain else 0.85,
         )
     else:
@@ -238,7 +243,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
                     "complex factor",
                     f"the analytical gradient is the {part} part of the right one"
                     + ("" if abs(scale - 1) <= EXACT else f", times {_complex_text(scale)}"),
-                    f"residual {part_residual:.0e}",
+                    _fit_text(part_residual),
                     0.9,
                 )
 
@@ -261,13 +266,13 @@ def fit(a: Tensor, n: Tensor) -> tuple[complex, float]:
     return k, float(difference.abs().square().sum().sqrt()) / size
 
 
-def _sizes(sample: Sample) -> dict[str, int]:
+def _sizes(sample: Sample, names: tuple[str, str]) -> dict[str, int]:
     """Sizes by which a gradient may be off as a factor; keys: descriptions of the sizes."""
     sizes: dict[str, int] = {}
-    for who, shape in (("input", sample.input_shape), ("output", sample.output_shape)):
+    for name, shape in zip(names, (sample.input_shape, sample.output_shape), strict=True):
         for dim, size in enumerate(shape):
-            sizes.setdefault(f"the {size} elements along dimension {dim} of the {who}", size)
-        sizes.setdefault(f"the {math.prod(shape)} elements of the {who}", math.prod(shape))
+            sizes.setdefault(f"the {size} elements along dimension {dim} of {name}", size)
+        sizes.setdefault(f"the {math.prod(shape)} elements of {name}", math.prod(shape))
     return sizes
 
 
@@ -291,13 +296,13 @@ def _of_precision(sample: Sample) -> Iterator[Cause]:
             yield Cause(
                 "low precision",
                 f"backward computes in {short}: {short} represents all entries of the analytical gradient exactly",
-                f"{a.numel()} entries, relative errors of up to {float(off):.0e}",
+                f"shown by {a.numel()} entries with relative errors of up to {float(off):.0e}",
                 0.95,
             )
             return
 
 
 def places_named(report: Report, failure: Failure) -> tuple[str, str]:
-    """The names of the input and the output in causes from positions."""
+    """The names of the input and the output in the sentences of causes."""
     output, input_ = names_of(report, failure)
     return input_, "the output" if report.input_names else output

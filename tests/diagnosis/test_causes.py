@@ -268,7 +268,7 @@ def test_what_a_square_input_tells() -> None:
     (cause,) = diagnose(report_of(swapped, n, ((4,), (3, 3))))
     assert (cause.name, cause.text) == (
         "transposed",
-        "the gradient of the input is transposed: dimensions 0 and 1 of the input are swapped",
+        "the gradient of in0 is transposed: dimensions 0 and 1 of in0 are swapped",
     )
     assert cause.measure == "explains all 24 wrong entries"
 
@@ -276,38 +276,43 @@ def test_what_a_square_input_tells() -> None:
 @pytest.mark.parametrize(
     ("shape", "wrong", "cause", "text"),
     [
-        ((4, 5), lambda i: i[:, 1] == 2, "slice", "wrong only in in0[:, 2]"),
-        ((3, 4, 5), lambda i: (i[:, 0] == 1) & (i[:, 1] == 2), "slice", "wrong only in in0[1, 2, :]"),
+        ((4, 5), lambda i: i[:, 1] == 2, "slice", "derivatives are wrong only in in0[:, 2]"),
+        ((3, 4, 5), lambda i: (i[:, 0] == 1) & (i[:, 1] == 2), "slice", "derivatives are wrong only in in0[1, 2, :]"),
         (
             (3, 9),
             lambda i: (i[:, 1] == 0) | (i[:, 1] == 8),
             "boundary",
-            "wrong only at the first position and the last",
+            "derivatives are wrong only at the first position and the last",
         ),
-        ((3, 9), lambda i: i[:, 1] < 2, "boundary", "wrong only at the first 2 positions along dimension 1"),
+        (
+            (3, 9),
+            lambda i: i[:, 1] < 2,
+            "boundary",
+            "derivatives are wrong only at the first 2 positions along dimension 1",
+        ),
         (
             (6, 7),
             lambda i: (i == 0).any(1) | (i[:, 0] == 5) | (i[:, 1] == 6),
             "boundary",
-            "wrong only along the borders",
+            "derivatives are wrong only along the borders",
         ),
         (
             (21,),
             lambda i: i[:, 0] >= 16,
             "last tile",
-            "from index 16 (a multiple of 16) along dimension 0 of in0, size 21",
+            "from index 16, a multiple of 16, to the end of dimension 0 of in0 (size 21)",
         ),
         (
             (3, 21),
             lambda i: i[:, 1] >= 16,
             "last tile",
-            "from index 16 (a multiple of 16) along dimension 1 of in0, size 21",
+            "from index 16, a multiple of 16, to the end of dimension 1 of in0 (size 21)",
         ),
         (
             (7, 11),
             lambda i: i[:, 0] * 11 + i[:, 1] >= 64,
             "last tile",
-            "from index 64 (a multiple of 64) along the elements",
+            "from index 64, a multiple of 64, to the end of the elements",
         ),
         ((10, 11), lambda i: (i >= 8).any(1), "last tile", "up to the last multiples of 8"),
         ((4, 5), lambda i: (i[:, 0] == 1) & (i[:, 1] == 2), None, ""),
@@ -329,8 +334,8 @@ def test_where_the_wrong_entries_are(
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (lambda x: x < 0, "wrong only where in0 < 0"),
-        (lambda x: x.abs() > 1, "wrong only where |in0| > 1"),
+        (lambda x: x < 0, "derivatives are wrong only where in0 < 0"),
+        (lambda x: x.abs() > 1, "derivatives are wrong only where |in0| > 1"),
         (lambda x: (x > -1.1) & (x < 2), "< in0 < "),
         (lambda x: x > 99, None),
     ],
@@ -349,12 +354,12 @@ def test_regions(wrong: Callable[[Tensor], Tensor], text: str | None) -> None:
 @pytest.mark.parametrize(
     ("sign", "wrong", "text"),
     [
-        (1, lambda x: x == 0, "wrong only where in0 is 0"),
-        (-1, lambda x: x == 0, "wrong only where in0 is 0"),
-        (1, lambda x: x <= 1, "wrong only where in0 <= 1"),
-        (1, lambda x: x < 1, "wrong only where in0 < 1"),
-        (1, lambda x: x >= 1, "wrong only where in0 >= 1"),
-        (1, lambda x: x > 1, "wrong only where in0 > 1"),
+        (1, lambda x: x == 0, "derivatives are wrong only where in0 is 0"),
+        (-1, lambda x: x == 0, "derivatives are wrong only where in0 is 0"),
+        (1, lambda x: x <= 1, "derivatives are wrong only where in0 <= 1"),
+        (1, lambda x: x < 1, "derivatives are wrong only where in0 < 1"),
+        (1, lambda x: x >= 1, "derivatives are wrong only where in0 >= 1"),
+        (1, lambda x: x > 1, "derivatives are wrong only where in0 > 1"),
     ],
 )
 def test_bounds_of_a_region_that_elements_lie_on(sign: int, wrong: Callable[[Tensor], Tensor], text: str) -> None:
@@ -373,12 +378,12 @@ def test_the_side_is_named_whose_entries_are_all_wrong() -> None:
     a = n.clone()
     a[:, 5, 3, 5] *= 1.5
     (cause, factor) = diagnose(report_of(a.view(54, 72), n.view(54, 72), ((6, 9), (8, 9))))
-    assert (cause.text, factor.name) == ("wrong only in in0[3, 5]", "constant factor")
-    assert cause.measure == "all 6 entries of this element, and none of the other 426"
+    assert (cause.text, factor.name) == ("derivatives are wrong only in in0[3, 5]", "constant factor")
+    assert cause.measure == "all 6 entries of this element are wrong, and none of the other 426"
     a = n.clone()
     a[1, 2, :, 2] *= 1.5
     causes = diagnose(report_of(a.view(54, 72), n.view(54, 72), ((6, 9), (8, 9))))
-    assert causes[0].text == "wrong only in out0[1, 2]"
+    assert causes[0].text == "derivatives are wrong only in out0[1, 2]"
 
 
 def test_a_rule_that_fits_a_sample_is_stated_of_the_sample() -> None:
@@ -388,12 +393,12 @@ def test_a_rule_that_fits_a_sample_is_stated_of_the_sample() -> None:
     report = report_of(a, n, ((30,), (30,)))
     report = replace(report, sample=replace(report.sample, complete=False))
     cause = next(cause for cause in diagnose(report) if cause.name == "boundary")
-    text = "wrong only at the first 2 positions along dimension 0 of in0"
+    text = "derivatives are wrong only at the first 2 positions along dimension 0 of in0"
     assert cause.text == f"in a sample of 900 entries, {text}"
     assert cause.confidence < HEADLINE_CONFIDENCE
     cause = diagnose(replace(report, evidence=Evidence(places=((text, True),))))[0]
     assert (cause.text, cause.confidence > HEADLINE_CONFIDENCE) == (text, True)
-    assert cause.measure.endswith("in the sample; random sums of the other entries agree")
+    assert cause.measure.endswith("in the sample; sums of the other entries with random weights agree")
     refuted = diagnose(replace(report, evidence=Evidence(places=((text, False),))))
     assert text not in " ".join(cause.text for cause in refuted)
 
@@ -405,8 +410,8 @@ def test_entries_of_one_element_in_a_sample_are_called_sampled() -> None:
     report = report_of(a, n, ((12,), (12,)))
     report = replace(report, sample=replace(report.sample, complete=False))
     cause = next(cause for cause in diagnose(report) if cause.name == "slice")
-    assert cause.text == "in a sample of 144 entries, wrong only in out0[5]"
-    assert cause.measure == "all 12 sampled entries of this element, and none of the other 132"
+    assert cause.text == "in a sample of 144 entries, derivatives are wrong only in out0[5]"
+    assert cause.measure == "all 12 sampled entries of this element are wrong, and none of the other 132"
 
 
 def test_an_error_that_grows_is_no_region() -> None:
@@ -502,7 +507,7 @@ def test_what_experiments_tell(found: Evidence, cause: CauseName | None) -> None
         (
             Evidence(non_contiguous=0.5),
             "backward is wrong for a grad_output that is non-contiguous",
-            "relative difference 5.0e-01",
+            "the relative difference of the two gradients is 5.0e-01",
         ),
         (
             Evidence(non_contiguous_error="ValueError: no"),

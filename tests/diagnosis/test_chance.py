@@ -99,10 +99,12 @@ def test_a_halo_needs_a_dimension_along_which_elements_depend_on_each_other() ->
 
     last = torch.arange(12) >= 10
     report = failed(torch.sin, lambda g, x: g * torch.where(last, x, x.cos()), draws(12)[0])
-    assert ends(report) == ["wrong only at the last 2 positions along dimension 0 of in0"]
+    assert ends(report) == ["derivatives are wrong only at the last 2 positions along dimension 0 of in0"]
     neighbors = torch.eye(12).double() + torch.eye(12).double().roll(1, 0).tril()
     report = failed(lambda x: neighbors @ x, lambda g, x: neighbors.t() @ g.masked_fill(last, 0.0), draws(12)[0])
-    assert ends(report) == ["wrong only at the last 3 positions along dimension 0 of in0: padding, or a halo"]
+    assert ends(report) == [
+        "derivatives are wrong only at the last 3 positions along dimension 0 of in0; check the padding or halo"
+    ]
 
 
 def test_nearly_equal_entries_do_not_show_a_factor() -> None:
@@ -125,17 +127,16 @@ def test_a_factor_of_equal_entries_next_to_right_ones_is_not_called_missing() ->
 def test_a_term_may_be_missing_or_added(sign: int, size: str) -> None:
     report = failed(torch.sin, lambda g, x: g * (x.cos() + 0.1 * sign), draws(6)[0])
     (text,) = [cause.text for cause in report.causes if cause.name == "missing term"]
-    assert text.startswith(f"every wrong analytical entry is too {size} by 0.1: backward omits a term that is linear")
-    assert text.endswith(", or adds one")
+    assert text.startswith(f"every wrong analytical entry is too {size} by 0.1: backward omits or adds a term")
 
 
 @pytest.mark.parametrize(
     ("kept", "says"),
     [
-        (lambda g: g[0].sum(0), "omits most of the outputs that depend on it: a sum or a mean over grad_output is "
-         "missing along dimension 0 of the output"),
-        (lambda g: g[:, 0].sum(0), "missing along dimension 1 of the output"),
-        (lambda g: g[0, 0], "missing along dimensions 0, 1 of the output"),
+        (lambda g: g[0].sum(0), "omits most of the outputs that depend on the element: a sum or a mean over "
+         "grad_output is missing along dimension 0 of out0"),
+        (lambda g: g[:, 0].sum(0), "missing along dimension 1 of out0"),
+        (lambda g: g[0, 0], "missing along dimensions 0, 1 of out0"),
     ],
 )  # fmt: skip
 def test_only_dimensions_that_are_not_summed_are_named(kept: Callable[[Tensor], Tensor], says: str) -> None:

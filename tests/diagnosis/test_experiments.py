@@ -207,14 +207,16 @@ def test_large_jacobians_that_are_rearranged(backward: Callable[[Tensor, Tensor]
 def test_the_last_tile_begins_where_entries_are_wrong(size: int, keywords: dict[str, Any]) -> None:
     """A sample of few entries also fits larger tiles, which begin at entries that are right."""
     report = check(Counted(1.0, lambda x: 1 + 0.5 * (torch.arange(size) >= 2976)), leaf(size), Settings(**keywords))
-    assert report.causes[0].text.startswith("wrong only in the last tile: from index 2976 (a multiple of 32) along")
+    begins = "derivatives are wrong only in the last tile: from index 2976, a multiple of 32, to the end"
+    assert report.causes[0].text.startswith(begins)
     for cause in report.causes:
         if cause.name == "boundary":
             assert f"the last {size - 2976} positions" in cause.text
 
 
 @pytest.mark.parametrize(
-    ("threshold", "text"), [(-1.7, None), (-1.0, "wrong only where x < -1"), (0.0, "wrong only where x < 0")]
+    ("threshold", "text"),
+    [(-1.7, None), (-1.0, "derivatives are wrong only where x < -1"), (0.0, "derivatives are wrong only where x < 0")],
 )
 def test_a_threshold_in_a_sample_is_tested_next_to_it(threshold: float, text: str | None) -> None:
     report = check(Counted(1.0, lambda x: 1 + 0.5 * (x < threshold)), leaf(3000), Settings(fast_mode=True))
@@ -295,7 +297,8 @@ def test_positions_in_a_sample_are_tested_on_the_other_entries(rows: int, fast: 
     report = check(function(lambda x: factor * x, backward), leaf(n), Settings(fast_mode=fast))
     texts = [cause.text for cause in report.causes if cause.name == "boundary"]
     assert texts == (
-        ["wrong only at the first 2 positions along dimension 0 of out0: padding, or a halo"] * (rows == 2)
+        ["derivatives are wrong only at the first 2 positions along dimension 0 of out0; check the padding or halo"]
+        * (rows == 2)
     )
     assert report.evidence.places is None or all(is_right == (rows == 2) for _, is_right in report.evidence.places)
 

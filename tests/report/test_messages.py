@@ -233,7 +233,7 @@ def test_a_passed_report_has_no_message() -> None:
     assert engine_line(report(None, seconds=2.5)).endswith("5 VJPs, 2.50 s")
 
 
-ZERO = "every wrong analytical entry is zero: a missing term, or a gradient that backward returns as None"
+ZERO = "every wrong analytical entry is zero: a term is missing, or backward returns None for this gradient"
 
 CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     "constant factor": ("probably every wrong analytical entry is 0.5 x the numerical one: the factor 2 is missing",),
@@ -245,39 +245,42 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     ),
     "rolled": ("probably grad_output is shifted by -2 along dimension 1",),
     "permuted": (
-        "probably grad_output has the right values at wrong positions: a permutation is applied instead of its "
-        "inverse, or vice versa",
+        "probably grad_output has the right values at wrong positions: backward applies a permutation instead of its "
+        "inverse, or the inverse instead of the permutation",
     ),
     "missing reduction": (
-        "probably each element of the input affects 15 outputs, and the gradient of the input is 0.3333 x the right "
-        "one: a mean instead of a sum",
+        "probably each element of in2 affects 15 outputs, and the gradient of in2 is 0.3333 x the right one: backward "
+        "takes a mean instead of a sum",
         "or every wrong analytical entry is 0.3333 x the numerical one: the factor 3 is "
-        "missing, perhaps a mean instead of a sum over the 3 elements along dimension 0 of the output",
+        "missing, perhaps a mean instead of a sum over the 3 elements along dimension 0 of out0",
     ),
     "missing conjugate": ("probably backward uses the complex conjugate of the right derivative: a conj() is missing",),
     "complex factor": (
         "probably every wrong analytical entry is 0.6+0.8j x the numerical one: the factor 0.6-0.8j is missing",
     ),
     "region": (
-        "probably wrong only where in0 < 0",
+        "probably derivatives are wrong only where in0 < 0",
         "and there " + ZERO,
     ),
     "slice": (
-        "probably wrong only in in0[:, 1, :]",
+        "probably derivatives are wrong only in in0[:, 1, :]",
         "and there every wrong analytical entry is 2 x the numerical one: the factor 0.5 is missing, "
         "or the factor 2 is superfluous",
     ),
     "boundary": (
-        "probably wrong only at the first position and the last position along dimension 1 of in0: padding, or a halo",
+        "probably derivatives are wrong only at the first position and the last position along dimension 1 of in0; "
+        "check the padding or halo",
         "and there every wrong analytical entry is 0.5 x the numerical one: the factor 2 is missing",
     ),
     "last tile": (
-        "probably wrong only in the last tile: from index 24 (a multiple of 8) along dimension 0 of in0, size 29",
-        "or wrong only at the last 5 positions along dimension 0 of in0",
+        "probably derivatives are wrong only in the last tile: from index 24, a multiple of 8, to the end of "
+        "dimension 0 of in0 (size 29)",
+        "or derivatives are wrong only at the last 5 positions along dimension 0 of in0",
         "and there " + ZERO,
     ),
     "triangle": (
-        "probably wrong only above the diagonal of the last two dimensions of in0: a mask, tril() or triu()",
+        "probably derivatives are wrong only above the diagonal of the last two dimensions of in0; look for a mask, "
+        "tril() or triu()",
         "and there every wrong analytical entry is 0.5 x the numerical one: the factor 2 is missing",
     ),
     "swapped gradients": (
@@ -287,33 +290,33 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "probably backward returns the gradient of input 0 twice: for input 0, where it is right, and for input 1",
     ),
     "missing term": (
-        "probably every wrong analytical entry is too small by 1: backward omits a term that is linear in the "
-        "input, for example a residual connection, or adds one",
+        "probably every wrong analytical entry is too small by 1: backward omits or adds a term that is linear in "
+        "the input, for example a residual connection",
     ),
-    "missing factor": ("probably the gradient of input 0 lacks the factor input 1",),
+    "missing factor": ("probably the gradient of input 0 must also be multiplied by input 1",),
     "overwritten": (
-        "probably each element's gradient comes from only one of the outputs that it affects: for repeated indices "
-        "or overlapping windows, gradients are assigned instead of accumulated",
-        "or every wrong analytical entry is zero: a missing term",
+        "probably the gradient of each element of in0 comes from only one of the outputs that the element affects: for "
+        "repeated indices or overlapping windows, gradients are assigned instead of accumulated",
+        "or every wrong analytical entry is zero: a term is missing",
     ),
     "wrong dimension": (
         "probably backward sums, or scans, along dimension 0; in func, elements depend on each other along dimension 1",
     ),
     "saved tensor": (
-        "probably backward reads a tensor that other calls of func overwrite: in a global variable, on the class "
-        "or in a shared buffer; ctx.save_for_backward keeps one tensor per graph",
+        "probably backward reads a tensor that other calls of func overwrite, for example in a global variable, on "
+        "the class or in a shared buffer: use ctx.save_for_backward, which keeps one tensor per graph",
     ),
     "nondeterminism": (
-        "probably repeated calls of backward give different values: random numbers, state, missing "
-        "synchronization, or uninitialized memory",
+        "probably repeated calls of backward give different values: look for random numbers, state, "
+        "missing synchronization, or uninitialized memory",
     ),
     "nonlinear backward": (
         "probably backward clamps or rounds grad_output, multiplies its elements with each other, or is nonlinear in "
         "another way",
     ),
     "layout of grad_output": (
-        "probably backward is wrong for a grad_output that is non-contiguous, but not for a contiguous copy: a "
-        "data_ptr(), view() or kernel that assumes contiguous memory",
+        "probably backward is wrong for a grad_output that is non-contiguous, but not for a contiguous copy: look "
+        "for a data_ptr(), view() or kernel that assumes contiguous memory",
     ),
     "sparse grad_output": (
         "probably backward depends on which elements of grad_output are zero: it is right for a grad_output without "
