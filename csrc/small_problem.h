@@ -62,12 +62,12 @@ class SmallProblem {
   // Whether a row of cotangents gives the same VJP as in `known`, bit for bit, on the current graph.
   bool repeats(const at::Tensor& cotangents, const at::Tensor& known, int64_t row) const;
 
-  // As the function with this name: runs VJPs until one differs from the known one.
+  // Runs VJPs until one differs from the known one, as first_other_vjp in vjp.h.
   std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> first_other_vjp(
       const at::Tensor& cotangents, const std::vector<int64_t>& only, const std::vector<int64_t>& order,
       const at::Tensor& known) const;
 
-  // All VJPs, as the function with this name.
+  // All VJPs, as whole_backward in whole_backward.h.
   WholeBackward whole_backward(
       const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
       bool undefined, int64_t fewest_vectorized, double atol, double rtol) const;
@@ -100,25 +100,25 @@ class SmallProblem {
   // give zeros like the inputs. One VJP each. Nothing if a gradient that is not plain may differ from zero.
   std::optional<bool> are_zeros_zero(bool zeros, bool undefined) const;
 
-  // As in Evaluator, with the values of the first evaluation.
+  // As Evaluator::screening_derivatives. The outputs at x are those of the first evaluation.
   std::variant<Derivatives, Changed> screening_derivatives(
       const RandomDirections& along, double curve, double budget, bool measure_noise,
       const std::optional<Derivatives>& known) const;
 
-  // Tangents of the outputs, as of Evaluator::jvps, at a level of forward-mode AD: what func returned instead, or
-  // nothing; the tangents, float64, shape (count, m); and whether they are complex exactly where the outputs are.
+  // As Evaluator::jvps, within a level of forward-mode AD. Returns what func returned instead of its outputs, if it did;
+  // the tangents of the outputs, float64, shape (count, m); and whether a tangent is complex exactly if its output is.
   std::tuple<std::optional<Changed>, at::Tensor, bool> jvps(
       const at::Tensor& directions, const std::vector<int64_t>& undefined) const;
 
-  // As in Evaluator: tangents of the outputs for several tangents of one input, one at a time or in one vectorized run.
+  // The tangents of the outputs for several tangents of one input: one at a time, or in one vectorized call of func.
   std::variant<std::vector<std::vector<at::Tensor>>, Changed> tangents(
       int64_t input, const at::Tensor& tangents_of_input) const;
   std::variant<std::vector<at::Tensor>, Changed> batched_tangents(
       int64_t input, const at::Tensor& tangents_of_input) const;
 
-  // By input and part (imaginary parts of complex inputs and real inputs, then real parts), and by output: the largest
-  // absolute and relative error of the Jacobian by forward mode. Nothing where an entry is wrong. tangents, columns:
-  // analytical and numerical, float64, shape (n, m).
+  // The largest absolute and relative error of the Jacobian by forward mode, for each input or part of an input (first
+  // real inputs and imaginary parts, then real parts), and for each output. Nothing if an entry is wrong. tangents,
+  // columns: the analytical and the numerical Jacobian, float64, shape (n, m).
   std::optional<std::vector<std::vector<std::pair<double, double>>>> tangent_errors(
       const at::Tensor& tangents, const at::Tensor& columns, double atol, double rtol) const;
 

@@ -20,9 +20,9 @@ FILE = Path(__file__).with_name("gallery.md")
 
 HEAD = """# A gallery of mistakes
 
-This page shows 24 functions with mistakes that occur in practice. After each function follows the message of the check that
-finds its mistake, without the time of the check. The two matrices at the end of a message are shown only for the first
-function. `make gallery` writes this page.
+This page shows 24 functions with mistakes that occur in practice. After each function follows the message of the check
+that finds its mistake, without the time of the check. The two matrices at the end of a message are shown only for the
+first function. `make gallery` writes this page.
 """
 
 

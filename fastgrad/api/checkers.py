@@ -473,7 +473,7 @@ def _run(
     by_tolerances: Callable[[], Found],
     names: tuple[str, ...] = (),
 ) -> Found | Report:
-    """The result of `by_tolerances` or, in lower dtypes, of a check by measured rounding; make: makes the reference."""
+    """The report of `by_tolerances` or, in lower dtypes, of a check by measured rounding; make: makes the reference."""
     if estimates.get():
         from fastgrad.checks.estimate import estimated_seconds  # imported here to keep `import fastgrad` fast
 
@@ -589,7 +589,7 @@ def default_keywords() -> dict[str, Any]:
 
 
 def _check_own_arguments(func: Callable[..., Any], order: object, kwargs: object, wrt: object) -> None:
-    """Validates the arguments that only `check` has."""
+    """Validates the arguments that `check` has and `gradcheck` lacks."""
     if not isinstance(order, int) or isinstance(order, bool) or order not in (1, 2, 3, 4):
         raise ValueError(f"order must be 1, 2, 3 or 4, got {order!r}.")
     if wrt not in ("inputs", "parameters", "both"):

@@ -130,7 +130,7 @@ def with_precision(settings: Settings, reference: Any, reference_device: Any, pr
 def measures_rounding(inputs: Sequence[Any], settings: Settings) -> bool:
     """Whether a check uses measured rounding: for inputs of a lower dtype, unless precision is "strict".
 
-    Without a reference, a step or tolerances from the caller also mean that it does not.
+    If the caller gives a step or tolerances but no reference, the check uses these instead.
     """
     if not any(isinstance(value, Tensor) and value.dtype in LOWER and value.requires_grad for value in inputs):
         return False

@@ -74,7 +74,7 @@ class Candidates:
         return compressed.compress(self.pattern, problem.inputs, problem.outputs, problem.device, *excluded)
 
     def exclude_columns(self) -> bool:
-        """Excludes dense columns, whose rows are all in different groups; returns whether there are any.
+        """Excludes dense columns, because they prevent rows from sharing a group; returns whether there are any.
 
         Excluded columns are certified instead of compared.
         """

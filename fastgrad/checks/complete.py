@@ -71,7 +71,8 @@ def complete_check(
 ) -> Report:
     """Runs the complete check; uses the results of a small check, if any.
 
-    start: when it began, by `time.perf_counter`; notes: on libraries, for the report.
+    start: the `time.perf_counter` at the beginning of the check. notes: about the settings of libraries, for the
+    report.
     """
     make_problem: Callable[..., Problem] = Problem if partition is None else partition.problem
     if small is not None:
@@ -154,7 +155,7 @@ def _take_small_check(small: SmallCheck, problem: Problem) -> None:
 def _report(
     problem: Problem, names: tuple[str, ...], notes: list[str], start: float, settings: Settings, findings: Findings
 ) -> Report:
-    """The report without causes; notes: on libraries; start: when the check began, by `time.perf_counter`."""
+    """The report without causes; start, notes: as in `complete_check`."""
     seconds = {"first evaluation": time.perf_counter() - start}
     worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
     with Stopwatch(seconds) if worth_it else nullcontext():
@@ -236,7 +237,7 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
 
 
 def _forward_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
-    """The failure of JVPs that differ when repeated, or of tangents whose domain (real or complex) was wrong."""
+    """The failure of JVPs that differ when repeated, or of a complex tangent of a real output, or vice versa."""
     failure = _varying_tangents(problem, settings, findings)
     if failure is None and findings.jvp_varies:
         failure = nondeterministic_jvp(problem.outputs[0], "some runs were right and others were not")

@@ -143,7 +143,7 @@ def _answer(
     found: Failure | Incomplete | None,
     plan: Plan,
 ) -> Outcome | Next:
-    """The outcome, or what to do next, given a failure, the entries that the pattern lacks, or neither."""
+    """The outcome, or what to do next, from the result of a pattern: a failure, the entries that it lacks, or None."""
     if isinstance(found, Incomplete):
         found = verdict.varies() or found
     if isinstance(found, Incomplete):
@@ -215,7 +215,7 @@ def _forward(problem: Problem, settings: Settings, verdict: PatternVerdict, plan
         return found
     screening = screen_forward(problem, settings, rows)
     if screening.undecided is not None or (screening.failure is not None and screening.failure.kind == "nonlinear"):
-        # One of many JVPs may have been wrong only once.
+        # One of many JVPs may have been wrong in a single call.
         return verdict.jvps_vary() or screening.failure
     if screening.failure is not None:
         return screening.failure
@@ -284,7 +284,7 @@ def _screen_excluded(problem: Problem, settings: Settings, compression: Compress
         _note_certified_rows(settings, findings, compression.excluded_rows, screening)
     if compression.excluded_columns is None:
         return Screening()
-    # If there are few, they are screened one by one: a small entry would be lost in the rounding of other columns.
+    # A few dense columns are screened one by one: in a joint step, rounding of large columns would hide a small entry.
     columns = compression.excluded_columns.nonzero().reshape(-1)
     for some in torch.split(columns, 1 if columns.numel() <= ALWAYS_FEW else columns.numel()):
         selected = torch.zeros_like(compression.excluded_columns).index_fill_(0, some, True)

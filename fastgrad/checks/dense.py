@@ -128,7 +128,7 @@ def _jacobian_failure(
     columns_at_hand = iter([(0, columns)]) if columns is not None else dense.numerical_columns(problem, plan, settings)
     if backward is not None:
         assert columns is not None
-        # Not for a custom backward, because its repeated calls include this test.
+        # This test is not needed for a custom backward, whose repeated calls include it.
         if not problem.is_custom and not _graphs_agree(problem, settings, backward, findings.on_first_graph):
             backward, findings.vjp_varies = None, True
         elif agrees(problem, settings, backward, columns, findings):

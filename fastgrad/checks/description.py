@@ -22,7 +22,7 @@ def subject(func: Callable[..., Any], problem: Problem) -> Subject:
     """The checked function, for a report."""
     parameters = parameter_names(func)
     if isinstance(func, Backward):
-        parameters = parameters[: func.count]  # grad_outputs come after them
+        parameters = parameters[: func.count]  # the parameters are followed by the grad_outputs
     kinds = {block.position: kind_of(block.tensor) for block in problem.inputs}
     return Subject(
         function_name(func),

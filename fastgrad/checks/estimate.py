@@ -23,7 +23,8 @@ def estimated_seconds(func: Callable[..., Any], inputs: Any, settings: Settings)
         if not problem.m or not problem.n:
             return problem.seconds
         look = first_look(problem, settings)
-        look = replace(look, seconds=max(look.seconds, look.measured))  # it may be measured, as it chooses no engine
+        # The measured time may be used, because it does not choose the engine.
+        look = replace(look, seconds=max(look.seconds, look.measured))
         if sketches(problem, settings):
             return problem.seconds + cost_model.COSTS.sketch_seconds + cost_model.COSTS.sketch_calls * look.seconds
         return problem.seconds + dense_seconds(problem, look.seconds)

@@ -92,7 +92,7 @@ def take_calls(problem: Problem, backward: WholeBackward, calls: RepeatedCalls) 
 def product_at_hand(
     problem: Problem | SmallProblem, settings: Settings, backward: WholeBackward
 ) -> tuple[Tensor, Tensor, int]:
-    """Cotangents, shape (count, m), their VJPs, shape (count, n), and the number of one that is contiguous."""
+    """Cotangents, shape (count, m), their VJPs, shape (count, n), and the number of a cotangent that is contiguous."""
     cotangents = _cotangents(problem.m, settings.seed, problem.device)
     if problem.m > 1:
         return cotangents, backward.products, GRAD_OUTPUT_KINDS.index(HALVED)
@@ -132,8 +132,8 @@ def _are_near(settings: Settings, cotangent: Tensor, again: Tensor, known: Tenso
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:
     """The rows, if they were run as in the dense engine; otherwise empty.
 
-    Rows that were vectorized do not count, because vectorization may be the cause of a failure. Nor do rows for which
-    it was only planned, because none of them was run twice.
+    Vectorized rows are left out, because vectorization may be the cause of a failure. Rows are also left out if
+    vectorization was planned but not possible, because none of them was run twice.
     """
     usual = all(part.repeated.shape[0] == min(part.rows.shape[0], REPEATED_ROWS) for part in backward.parts)
     return backward.parts if usual else ()

@@ -335,7 +335,7 @@ class PatternVerdict(_Entries):
         unexplained: float | None = None
         for certify in certifications:
             if unexplained is not None and certify == self._certify_func:
-                continue  # another result is already unexplained: this test cannot certify the pattern
+                continue  # the pattern does not explain another result, so this test cannot certify it
             found = certify()
             if isinstance(found, Failure) or found.refuted:
                 return found
@@ -398,7 +398,7 @@ class PatternVerdict(_Entries):
         self._record_pairs()
 
     def _beside_other_entries(self, failure: Failure) -> Failure | Incomplete:
-        """The failure to report, given a mismatch in the pattern; or what the pattern lacks.
+        """The failure to report if entries in the pattern do not match; or what the pattern lacks.
 
         If the pattern lacks entries, only an entry that was computed separately is reported, or a larger error outside
         the pattern; the message then says "at least", because there may be more.
@@ -409,7 +409,7 @@ class PatternVerdict(_Entries):
         if lacks_entries and failure.comparison is not None and failure.comparison.exhaustive:
             self.findings = Findings()  # its pairs count sums
             confirmed = self._confirmed_mismatch(may_be_sums=True)
-            if confirmed is None:  # what differs are sums of entries
+            if confirmed is None:  # the entries that differ are sums of several entries
                 found = elsewhere if isinstance(elsewhere, Failure) else self._certified()
                 return found or incomplete([], refuted=True)
             failure = confirmed

@@ -122,7 +122,7 @@ def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
     if negates():
         return True
     backward.forget()
-    if not settings.nondet_tol and negates():  # the first time, func or its backward returned other values
+    if not settings.nondet_tol and negates():  # func or its backward returned other values the first time
         check.irreproducible.append("with negated grad_outputs")
     return False
 

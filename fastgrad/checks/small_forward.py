@@ -133,7 +133,7 @@ def _jvps(check: SmallCheck, rows: Tensor, undefined: list[int]) -> Tensor | Non
     """
     torch_private.load_decompositions()
     check.jvps += len(undefined)
-    # A lambda: if a builtin raises, the innermost frame must be one of this file.
+    # func is wrapped in a lambda: if a builtin raises, the innermost frame must be in this file.
     found = check.noted(lambda: native.at_dual_level(lambda: check.problem.jvps(rows, undefined)))
     if found is None:
         return None

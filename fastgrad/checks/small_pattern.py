@@ -83,7 +83,7 @@ def guessed_pattern(check: SmallCheck) -> SmallPattern | None:
 
 
 def _repeat_look(check: SmallCheck) -> None:
-    """Notes if func gives other values when it is called again at the points of the look.
+    """Notes if func gives other values when it is called again at the points of the first look.
 
     If the complete check takes a `first_look`, this is left to the complete check.
     """
@@ -264,7 +264,7 @@ def _errors(
 
 
 def _explains_look(check: SmallCheck, analytical: Tensor, columns: Tensor, rows: Tensor) -> bool:
-    """Whether the entries explain the outputs next to the inputs, up to curvature."""
+    """Whether the entries explain how the outputs changed in the first look, up to the curvature of func."""
     assert check.look is not None
     look = check.look
     allowed = check.settings.eps * check.settings.atol + ROUNDING * check.problem.unit_roundoff * largest(look.base)

@@ -77,7 +77,7 @@ class SmallCheck(Findings):
         Where and what func returned instead of its outputs, if `columns` could not be computed for this reason.
     moved, jvp_varies
         As in `Findings`; also true if a gradient had a wrong size or dtype, or func returned outputs of another kind.
-        The complete check then finds the error; if it finds none, only some calls were wrong.
+        The complete check then finds the error. If it finds none, some calls were right and others wrong.
     errors
         By output and part, and by input, the largest absolute and relative error; None if something remains to be
         judged.

@@ -50,7 +50,7 @@ NOISE_MARGIN = 4.0
 
 @phase("numerical columns")
 def numerical_columns(check: SmallCheck) -> Tensor | None:
-    """Measures the numerical Jacobian: float64, shape (n, m). None, and noted, if func returned something else."""
+    """Measures the numerical Jacobian: float64, shape (n, m); notes outputs of another kind, and then returns None."""
     found = check.problem.difference_columns(check.settings.eps)
     if isinstance(found, tuple):
         check.changed = found
@@ -262,8 +262,8 @@ def _differences(
 
     step: relative to eps. budget: the largest 2-norm of noise with which one-sided differences are taken; 0: only
     central differences. measure_noise: whether to measure rounding inside func even if two evaluations show none.
-    count: number of directions; None: that of a sketch. known: derivatives at this step without measured noise, to
-    measure it.
+    count: number of directions; None: that of a sketch. known: derivatives at this step, for which only the noise
+    remains to be measured.
     """
     settings = check.settings
     streams = [SKETCH_DIRECTIONS + 16 * k for k in range(count or sketch_size(settings.confidence))]
@@ -304,9 +304,10 @@ def _weight(check: SmallCheck, differences: Derivatives, share: float) -> tuple[
 
 @phase("repeated calls")
 def _run_after_differences(check: SmallCheck, plain: ScreeningGradOutputs, early: Tensor) -> Tensor:
-    """Runs the early VJPs again, after the differences have called func; returns them, and notes if they have changed.
+    """Runs the early VJPs again, after the differences have called func; returns them.
 
-    They run in reverse order, so that a backward that is wrong in every third call gives another gradient.
+    If they have changed, this is noted. They run in reverse order, so that a backward that is wrong in every third
+    call gives another gradient.
     """
     settings = check.settings
     order = [1, 0]
@@ -376,7 +377,7 @@ def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
 def earlier_vjps_repeat(check: SmallCheck, last: int) -> bool:
     """Whether VJPs that decided nothing add up to the VJP of the sum of their cotangents.
 
-    last: how many of the last rows are left out, because they did decide.
+    last: number of rows at the end that are left out, because they led to a decision.
     """
     settings = check.settings
     assert check.products is not None

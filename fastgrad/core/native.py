@@ -89,9 +89,10 @@ def _operator(name: str) -> Any:
 
 
 class ops:  # noqa: N801  (a namespace, like torch.ops.fastgrad)
-    """The operators by name, resolved once: looking one up costs as much as running it on a small block.
+    """The operators by name.
 
-    Those that every check runs are called without torch.ops, which would double their overhead.
+    They are looked up only once, because a lookup takes as long as running an operator on a small block. Operators that
+    every check runs are called without torch.ops, which would double their overhead.
     """
 
     compare = staticmethod(compare)

@@ -43,7 +43,7 @@ _checks: Counter[str] = Counter()
 
 
 _free_connections: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
-"""Unused connections to the stores of groups."""
+"""Connections to the stores of groups that no check uses at present; a later check takes them."""
 
 
 class RankError(RuntimeError):

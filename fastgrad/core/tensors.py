@@ -59,7 +59,7 @@ def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool)
 
 
 def near(left: Tensor, right: Tensor, allowed: Tensor | float) -> Tensor:
-    """Which real elements differ by no more than allowed; those that are not finite must be equal, or both NaN."""
+    """A mask of the real elements that differ by at most allowed; where not finite, they must be equal or both NaN."""
     close = ((left - right).abs() <= allowed) & left.isfinite() & right.isfinite()
     return close | (left == right) | (left.isnan() & right.isnan())
 

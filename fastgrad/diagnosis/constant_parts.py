@@ -91,7 +91,7 @@ class ConstantParts(_Calls):
     def __init__(self) -> None:
         super().__init__()
         self.known: dict[ConstantPart, _Known] = {}
-        self._derived: dict[int, Tensor] = {}  # holds the tensors, so that no other tensor gets their ids
+        self._derived: dict[int, Tensor] = {}  # the tensors are kept, so that no other tensor gets their ids
         self._left = MAX_ELEMENTS
 
     def __torch_function__(

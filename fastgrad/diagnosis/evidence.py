@@ -86,7 +86,7 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         """
         self._explain(hypotheses.independent)
         self._explain(hypotheses.swapped)
-        settles = self._failure.numerical_issue is None  # if there is any, func itself explains the failure
+        settles = self._failure.numerical_issue is None  # if there is an issue, func itself explains the failure
         if settles:
             self._explain(hypotheses.cut)
         if sample is None or not sample.complete:

@@ -15,7 +15,8 @@ from fastgrad.report.failure import Entry, Failure
 from fastgrad.report.report import Report
 
 MORE_CALLS = 96
-"""Experiments may take this many more calls of func and backward than the check itself took."""
+"""Number of calls of func and backward that experiments may take in addition to the number that the check itself
+took."""
 
 SECONDS = 1.0
 """Largest wall time of the experiments, in seconds; with the measured time of a call, it limits their calls."""

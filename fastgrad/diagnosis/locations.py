@@ -19,10 +19,11 @@ CHANCE = 0.05
 """A rule for the positions of wrong entries is named if it fits by chance with at most this probability."""
 
 CHANCE_IN_SAMPLE = 0.35
-"""The same for a rule that is named only if the entries outside of a sample confirm it."""
+"""The largest such probability for a rule that is named only if the entries outside of a sample confirm it."""
 
 CHANCE_OF_HALO = 0.35
-"""The same for the ends along a dimension along which elements depend on each other, where mistakes are common."""
+"""The largest such probability for a rule that names the ends along a dimension along which elements depend on each
+other: mistakes are common there."""
 
 _HALO = "; check the padding or halo"
 

@@ -1,4 +1,4 @@
-"""Samples of the failing Jacobian: all entries, the known entries, or those around the worst one."""
+"""Samples of the failing Jacobian: all of its entries, the entries that are known, or those around the worst one."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fastgrad.report.failure import Part
 
 REPEATED_ROWS = 2
 """Number of rows of each part of an output that are run twice, to detect a backward that is not deterministic in these
-rows. Torch's checker runs all rows twice; for the other rows see `certify`."""
+rows. Torch's checker runs all rows twice; here, repeated VJPs of dense vectors test the other rows."""
 
 REPEAT_SCALE = -4.0
 """The factor of the cotangent in the second run. Because its sign and size differ from those of 1, the second run

@@ -28,7 +28,7 @@ from fastgrad.structure.coloring import Indices
 from fastgrad.structure.sparsity import Mask, Pattern
 
 REPEATED_GROUPS = 2
-"""Number of row groups of each output that are run twice; for the other groups see `certify`."""
+"""Number of row groups of each output that are run twice; certificates test the other groups."""
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ class CostModel:
         Bytes per entry of a compressed Jacobian, with its indices and the memory of coloring: six numbers of 8 bytes at
         a time, plus a margin.
     exploring_share, likely_share
-        Sparsity detection may take one call per this many calls of the dense engine. likely_share applies if a sparse
-        pattern is likely, because most entries are ruled out.
+        Sparsity detection may take one call for each exploring_share calls of the dense engine, or for each
+        likely_share calls if a sparse pattern is likely, because most entries are ruled out.
     paying_share, large_paying_share
         Largest cost of the compressed engine, relative to the dense one; large_paying_share applies if its pattern
         takes more memory than two whole Jacobians.

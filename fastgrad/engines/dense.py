@@ -153,7 +153,8 @@ def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Itera
     first = 0
     while first < problem.n:
         last = _end_of_pass(problem, first, min(first + plan.columns_per_pass, problem.n))
-        yield first, _columns(problem, plan, settings, first, last - first)  # not kept here while the next are computed
+        # The columns are not kept here while the next ones are computed.
+        yield first, _columns(problem, plan, settings, first, last - first)
         first = last
 
 
@@ -177,7 +178,7 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
 
 def columns_one_by_one(problem: Problem, settings: Settings, first: int, count: int, record_graph: bool) -> Tensor:
     """As `Problem.difference_columns`; columns from a checkpoint that contradict evaluations are computed again."""
-    while True:  # ends, because a checkpoint gives each column only once
+    while True:  # the loop ends, because a checkpoint returns each column only once
         problem.restores = False
         columns = problem.difference_columns(first, count, settings.eps, record_graph)
         if not problem.restores or _disagreement(problem, settings, first, columns, record_graph) <= 1:

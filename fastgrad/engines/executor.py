@@ -26,7 +26,8 @@ SHARE = 1 / 8
 """Share of atol by which columns from batches or replays may differ from those of single calls, because of rounding."""
 
 BEYOND_ROUNDING = 2 / SHARE
-"""A disagreement this many times the allowed one is not rounding: func's values differ by more than eps times atol."""
+"""A disagreement that is larger than the allowed one by this factor does not come from rounding: func's values differ
+by more than eps times atol."""
 
 SINGLE_CALLS = 4
 """Number of columns or rows that are computed one call at a time for comparison."""

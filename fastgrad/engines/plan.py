@@ -171,7 +171,7 @@ def dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
     if problem.m <= most_vectorized_rows(problem, seconds):
         rows = cost_model.COSTS.vjp_evaluations * max(
             0.0, seconds - cost_model.COSTS.vjp_seconds
-        )  # all rows share the cost of one call
+        )  # all rows are computed in one call
     return 2 * seconds * problem.n + rows * problem.m
 
 
@@ -186,7 +186,7 @@ def can_be_dense(problem: Problem, settings: Settings) -> bool:
 
 
 def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> Budget:
-    """What detecting a pattern may cost, and how large a pattern may be."""
+    """The budget of sparsity detection: its calls, and the size of the pattern."""
     costs, calls, is_requested = cost_model.COSTS, 2 * problem.n + problem.m, settings.engine == "compressed"
     looks = calls // costs.exploring_share
     if is_requested:

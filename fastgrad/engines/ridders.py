@@ -61,8 +61,9 @@ MIN_STAIRS = 8
 """The least number of stairs of a staircase between the two points of the widest step, which is at most WIDER * eps."""
 
 JUMP_RESIDUAL = 1 / 16
-"""A line is fitted to func's changes. Its constant is a jump of func at x if the changes deviate from the line by at
-most this share of the constant. If it comes from rounding inside func, they deviate by at least half of it."""
+"""A line is fitted to func's changes. The constant of the line is a jump of func at x if the changes deviate from the
+line by at most this share of the constant. If the constant comes from rounding inside func, the changes deviate by at
+least half of it."""
 
 MIN_JUMP_STEPS = 6
 """The least number of steps of at most eps that show a jump."""
@@ -102,7 +103,7 @@ class Refinement:
         The plain difference of `Problem.difference_columns`, evaluated again: float64, shape (entries,). Infinite if
         func is not finite. NaN if func raises, or if x is so large that this method takes another step.
     moves
-        By how much at_eps may differ from run to run, because of rounding inside func: float64, shape (entries,).
+        The largest difference of at_eps from run to run that rounding inside func explains: float64, shape (entries,).
     drift
         By how much repeated values of func differ, divided by the width of the difference at eps: float64, shape
         (entries,).
@@ -115,7 +116,8 @@ class Refinement:
     curved
         Whether the one-sided derivatives come closer to each other at smaller steps: bool, shape (entries,).
     bent
-        Whether they differ at all smaller steps at which rounding does not hide it: bool, shape (entries,).
+        Whether the one-sided derivatives differ at all smaller steps at which rounding does not hide this: bool, shape
+        (entries,).
     jumps
         By how much func changes from one side of x to the other, no matter how small the step is: float64, shape
         (entries,). Zero if this changes the difference at eps by no more than the tolerance.
@@ -609,7 +611,7 @@ def _extrapolated(
     noise = np.maximum(rounding, scatter)
     errors = differences + (noise / widths)[:, None]
     score = np.where(taken[:, None] & np.isfinite(errors), errors, np.inf).reshape(-1, rounding.size)
-    # The best estimate that all smaller steps agree with; usually the best of all.
+    # The best estimate with which all smaller steps agree; usually, this is the best estimate of all.
     open_, place = np.arange(rounding.size), np.arange(len(widths))[:, None]
     while open_.size:
         best = score[:, open_].argmin(0)

@@ -35,8 +35,8 @@ KINK = 1e-2
 
 
 NOISE_DROP = 64
-"""Noise counts as absent, not as rounding that differs from run to run, if a repeated measurement is this many times
-smaller."""
+"""If a repeated measurement of noise gives a value that is smaller by this factor, the first value did not come from
+rounding that differs from run to run."""
 
 
 class NoisyDerivatives(Protocol):

@@ -39,7 +39,8 @@ MAX_COLUMNS = 512
 
 HOST_BYTES = 4 << 20
 DEVICE_BYTES = 64 << 20
-"""Bytes of the inputs and outputs of one batch: on the CPU, about the size of a cache; enough to keep a GPU busy."""
+"""Bytes of the inputs and outputs of one batch: on the CPU, about the size of a cache; on a GPU, enough to use all of
+it."""
 
 
 def column_bytes(problem: Problem) -> int:

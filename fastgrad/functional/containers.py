@@ -57,7 +57,7 @@ def vector(v: Any, like: Tensors, is_tuple: bool, name: str) -> Tensors:
 
 
 def scalar(result: Any, name: str, strict: bool = False) -> Tensor:
-    """The result of func; raises unless it is a single Tensor with a single element."""
+    """The single tensor that func returned; raises if there are several, or if it has several elements."""
     is_tuple, outputs = as_tensors(result, OUTPUTS, name)
     check_tracked(outputs, strict)
     if is_tuple:

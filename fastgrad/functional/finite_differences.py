@@ -168,7 +168,7 @@ def derivative_along(
     scale = 2.0 ** math.floor(math.log2(max(1.0, *(size for size, _ in sizes)) / longest))
     dtype = max((value.dtype.to_real() for value in inputs), key=spacing)
 
-    # place is near 1, not 0, so that all steps are larger than rounding.
+    # The position along the line is 1 at the inputs, not 0, so that no step is smaller than the rounding of 1.
     def moved(place: Tensor) -> Any:
         step = (place - 1) * scale
         return func(*(value + step.to(value.device) * tangent for value, tangent in zip(inputs, tangents, strict=True)))

@@ -51,7 +51,7 @@ class LinearMap:
         self.spacing = max(torch.finfo(tensor.dtype).eps for tensor in (*sources, *targets))
 
     def rounded(self, seed: Tensor) -> Tensor:
-        """A seed, rounded to the dtypes of the sources: float64, shape (m,)."""
+        """The seed after rounding to the dtypes of the sources: float64, shape (m,)."""
         seed = seed.clone()
         for block, tensor in zip(self.sources, self._source_tensors, strict=True):
             own = block.slice

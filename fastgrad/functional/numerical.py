@@ -114,7 +114,7 @@ def numerical_hessian_product(
 
 
 class _Seen:
-    """func, made to return a tuple; keeps the first result, and whether that was a tuple."""
+    """Wraps func so that it returns a tuple; keeps the first result, and whether func itself returned a tuple."""
 
     def __init__(self, func: Func, name: str) -> None:
         self.outputs: Tensors = ()

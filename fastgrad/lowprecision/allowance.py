@@ -133,7 +133,11 @@ def is_rounded_once(error: Tensor, size: Tensor, inputs: Coordinates) -> bool:
 
 
 def allowed(scale: Tensor, size: Tensor, units: Tensor, factor: float, once: bool) -> Tensor:
-    """The allowed error of each entry, from its scale, its modulus (size) and its unit roundoff: shape (count, n)."""
+    """The allowed error of each entry: shape (count, n).
+
+    scale: the measured effect of rounding. size: the modulus of the reference's entry. units: the unit roundoffs of the
+    inputs. factor: what scale is multiplied by. once: whether only one rounding is allowed.
+    """
     if not once:
         return factor * scale
     return torch.minimum(factor * scale, ALLOWED_ONCE * units * size + scale)

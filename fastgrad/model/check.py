@@ -212,7 +212,7 @@ def _any_wrong(operations: Sequence[Operation]) -> bool:
 
 
 def _order(operation: Operation) -> tuple[int, float]:
-    """Sort key: wrong ones first, then by error."""
+    """Sort key of the table of operations: wrong ones first, then by error."""
     verdicts = ["wrong", "undecided", "not checked", "right"]
     return verdicts.index(operation.verdict), -(operation.error or 0.0)
 

@@ -261,7 +261,7 @@ class _Kept:
         if self._unversioned or torch_private.version_of(tensor) != self._version:
             if self._is_leaf and not tensor.is_leaf:
                 tensor.detach_()  # the buffer was updated with a tensor that requires grad
-            # By .data, the version counter does not change: it counts only the module's own writes.
+            # Writes through .data do not increase the version counter, which thus counts only the module's own writes.
             tensor.data.copy_(self._values)
             self._version = torch_private.version_of(tensor)
 

@@ -174,7 +174,7 @@ def _densified(tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     height, width = tensor.values().shape[batch + 1 : batch + 3] if blocked else (1, 1)
     rows, columns = tensor.shape[batch] // height, tensor.shape[batch + 1] // width
     lead, rest = tensor.shape[:batch], tensor.shape[batch + 2 :]
-    # From (row, row in block, column, column in block) to blocks in the order of the layout, and back.
+    # The dimensions (row, row in block, column, column in block) are permuted to the order of the layout, and back.
     order = (0, 2, 1, 3) if by_rows else (2, 0, 1, 3)
     dims = [*range(batch), *(batch + dim for dim in order), *range(batch + 4, batch + 4 + len(rest))]
     memory = dense.reshape(*lead, rows, height, columns, width, *rest).permute(dims).contiguous()

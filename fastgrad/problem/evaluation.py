@@ -76,7 +76,7 @@ class Evaluation:
         traced: native.SmallProblem | None = None,
         who: str = "gradcheck",
     ) -> None:
-        """names: names of the arguments in messages, if any. scales: the step and weight of each checked argument.
+        """names: names of the arguments in messages, if any. scales: the step and the weight of each checked argument.
 
         records_differences: whether func records gradients when it is evaluated next to x, as in torch's checker,
         unless it is known to give the same values without recording. traced: a small problem that has already called
@@ -106,7 +106,7 @@ class Evaluation:
         self.func = func
         self._arguments = arguments
         self._recorded: _Recorded | None = None
-        self._first: _Recorded | None = None  # its VJPs show whether later calls overwrite saved tensors
+        self._first: _Recorded | None = None  # kept, because its VJPs show whether later calls overwrite saved tensors
         self._first_number = 1
         self._base: Tensor | None = None
         self.irreproducible: list[str] = []

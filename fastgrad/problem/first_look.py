@@ -115,7 +115,7 @@ def first_look(problem: Problem, settings: Settings, known: KnownLook | None = N
     reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
     if torch.is_grad_enabled():
         without = unless_rejected(partial(evaluate, plain, False))
-        if without is None:  # for example, func differentiates inside
+        if without is None:  # for example, because func itself calls autograd
             return look(True, reacted, seconds)
         if torch.equal(next_to_x, plain):
             return look(False, reacted, seconds, without)

@@ -51,7 +51,7 @@ def as_bool(name: str, value: Any) -> bool:
     """The truth value of a keyword; raises a TypeError if it has none."""
     try:
         return bool(value)
-    except (RuntimeError, TypeError, ValueError) as error:  # of a tensor or an array, for example
+    except (RuntimeError, TypeError, ValueError) as error:  # for example, of a tensor or an array
         raise TypeError(f"{name} must be True or False, got {value!r}.") from error
 
 

@@ -42,8 +42,8 @@ class Part:
 class Checkpoint:
     """The SQLite file of one check; a context manager that removes the file unless an exception ends it.
 
-    Results of this process are not looked up again. If the same columns or rows are requested a second time, they are
-    computed, because the request may test whether they are the same.
+    Results that this process stored are not read back. If the same columns or rows are requested a second time, they
+    are computed again, because the request may test whether they have changed.
     """
 
     def __init__(self, path: Path, call: Mapping[str, str]) -> None:

@@ -39,7 +39,7 @@ _CALLS["row groups"] = _CALLS["rows"]
 
 @dataclass(frozen=True)
 class _Groups:
-    """The fields of `native.Groups`, in a form that can be sent."""
+    """The fields of `native.Groups`, in a form that can be sent to other ranks."""
 
     coordinates: Tensor
     starts: Tensor
@@ -235,7 +235,7 @@ class PartitionedProblem(Problem):
         return items > 1 and self._leads
 
     def _do(self, work: Work, items: tuple[int, int], store: Store, *sent: Tensor) -> bool:
-        """Does some work: the first item here, to measure its cost, then missing items in parts.
+        """Computes the items of some work: the first one here, to measure its cost, then the missing ones in parts.
 
         Returns
         -------
@@ -268,7 +268,7 @@ class PartitionedProblem(Problem):
     def _rest(
         self, work: Work, missing: list[tuple[int, int]], seconds: float, store: Store, sent: Sequence[Tensor]
     ) -> bool:
-        """Computes missing items, on all ranks if they cost more than sending tensors; seconds: time per item."""
+        """Computes missing items, on all ranks if this takes longer than sending results; seconds: time per item."""
         usual = True
 
         def run(begin: int, end: int) -> None:

@@ -46,7 +46,7 @@ _FIRST_CALL_SECONDS = 600.0
 """The same limit until the first call has ended: this call may compile func."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-4, 5e-2
-"""Seconds between two polls for a message: a tenth of the time waited so far, within these limits."""
+"""Limits of the seconds between two polls for a message: the pause is a tenth of the time waited so far."""
 
 _COMPILERS = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
 """Files of torch that compile func or its backward while it is called."""
@@ -65,7 +65,7 @@ class Work:
     Attributes
     ----------
     name, arguments
-        What to do, for `Worker.part`.
+        The arguments of `Worker.part` that say what to compute.
     bounds
         The first item of each part, and the one after its last.
     """
@@ -232,7 +232,7 @@ class Workers(Ranks):
             found = self._get(f"work {number}")
             if isinstance(found, Report):
                 self._put(f"{self.rank} is done", None)
-                with suppress(dist.DistNetworkError):  # once all are done, rank 0 may exit and close the store
+                with suppress(dist.DistNetworkError):  # when all parts are done, rank 0 may exit and close the store
                     self._wait("all are done")
                 return found
             if isinstance(found, Work):
@@ -256,7 +256,7 @@ class Workers(Ranks):
         self._write(key, file.getvalue())
 
     def _get(self, key: str) -> Any:
-        """The value of a key, as soon as it is set."""
+        """Waits until a key is set in the store, and returns its value."""
         first = self._wait(key)
         value = pickle.loads(self._read(key, first))
         if key.startswith("part"):
@@ -266,7 +266,7 @@ class Workers(Ranks):
 
     def _wait(self, key: str) -> bytes:
         begin = looked = time.monotonic()
-        while not self._store.check([key]):  # a `get` that waits prints a warning every second
+        while not self._store.check([key]):  # `store.get` would print a warning for every second of waiting
             now = time.monotonic()
             if now - looked > _HEARTBEAT_SECONDS:
                 self._check_ranks()

@@ -90,7 +90,7 @@ class ProbedEvaluations:
         return values
 
     def change_when_repeated(self, vjp: Callable[[Tensor], Tensor], cotangent: Tensor, tolerance: float) -> bool:
-        """Whether func or the VJP gives other values when repeated; tolerance: that of an entry of the Jacobian."""
+        """Whether func or the VJP gives other values when run again; tolerance: that of an entry of the Jacobian."""
         if not self._seen or self._explains(vjp(cotangent[None])[0], cotangent, tolerance):
             return False
         for packed, digest in self._seen:

@@ -42,7 +42,7 @@ def probes_to_arrange(blocks: Sequence[Block]) -> int:
 
 
 class Refinement:
-    """The columns or the rows of the pattern, found by probing blocks of sources that are halved level by level.
+    """Finds the columns or the rows of the pattern by probing blocks of sources, which are halved level by level.
 
     Columns: the sources are the coordinates of the inputs, the targets are those of the outputs, and a
     probe is an evaluation. Rows: vice versa, and a probe is a VJP. Blocks that share no target are

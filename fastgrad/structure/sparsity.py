@@ -31,7 +31,7 @@ BEYOND_CHANCE = 6
 """Number of standard deviations from which a deviation of a share is significant."""
 
 ALWAYS_FEW = 8
-"""This many rows, or columns, always count as few."""
+"""Up to this number, dense rows (or columns) always count as few."""
 
 BAND = 61
 """Distance of the rows whose product shows a band. The band may be at most half as wide. The distance is prime, so that
@@ -51,7 +51,7 @@ class Pattern:
     n
         Number of columns.
     origin
-        A description of how it was found.
+        A description of how the pattern was found.
     is_numerical
         Whether all inputs were perturbed and all outputs compared bit by bit. Then no entry of func is missing.
     """
@@ -210,7 +210,7 @@ def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], react
     """
     some = np.flatnonzero(reacted)
     if not np.isin(values, results[some[:: max(1, some.size // FEW)]]).any():
-        return None  # no need to sort
+        return None  # the values need not be sorted
     order = np.argsort(values)
     ascending = values[order]
     if not values.size or (ascending[1:] == ascending[:-1]).any():

@@ -193,7 +193,7 @@ def _in_force(session: _Session) -> Iterator[_Session]:
 def _forward(name: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     """Runs one call of a patched checker; returns whether it passed, or raises as this checker does."""
     __tracebackhide__ = True
-    sessions = _sessions[-1:]  # none, if another thread has just left the last context
+    sessions = _sessions[-1:]  # the list is empty if another thread has just left the last context
     if torch_reference.is_calling_torch() or not sessions:
         return bool(_TORCH[name].original(*positional, **keywords))
     [session] = sessions
@@ -312,7 +312,7 @@ _sessions: list[_Session] = []
 
 
 def _redirect() -> None:
-    functions = {name: _torchs_own(name) for name in _BODIES}  # all or none
+    functions = {name: _torchs_own(name) for name in _BODIES}  # if one name cannot be found, none is replaced
     for name, body in _BODIES.items():
         _TORCH[name] = _Redirection(functions[name], body)
 

@@ -92,7 +92,7 @@ def target(
 
 
 def find(text: str) -> Any:
-    """The object that MODULE:NAME or FILE.py:NAME specifies.
+    """Imports the module or file, and returns the object with this name, called where the name has "()".
 
     Raises
     ------
@@ -148,7 +148,7 @@ def _module(where: str) -> Any:
 
 
 def parse_input(text: str, generator: torch.Generator, device: torch.device | str) -> tuple[Any, ...]:
-    """The arguments of an INPUT: one, or those in a file.
+    """The arguments that an INPUT specifies: a single one, or those saved in a file.
 
     Floating and complex tensors require grad unless there is ,nograd; their components are normal or, in a range,
     uniform in [LOW, HIGH). Integers are uniform in LOW..HIGH, both included. An element of a sparse tensor is specified

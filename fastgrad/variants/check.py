@@ -231,7 +231,8 @@ def _of_exception(variant: Variant, subject: Subject, case: Case, error: Excepti
         return Outcome("passed", "backward raises, as it should")
     if _does_not_exist(variant, error):
         return Outcome("not applicable", text)
-    if variant.is_elsewhere and is_of_func:  # or next to the point: for zeros, -eps may be outside func's domain
+    # func may also raise next to the point: at zero, -eps may be outside its domain.
+    if variant.is_elsewhere and is_of_func:
         return Outcome("not applicable", f"func raises {text}")
     found: list[tuple[str, Tensor]] = []
     try:

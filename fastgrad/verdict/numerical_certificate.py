@@ -548,8 +548,8 @@ def _shown(bounds: dict[float, Tensor], errors: dict[float, Tensor], negligible:
 def _is_jump(noises: dict[float, Tensor], rounding: Tensor) -> Tensor:
     """Which outputs change by the same amount at the smallest steps, and by more than rounding: bool, shape (m,).
 
-    A comparison of bits at a few points may lie on one side of a jump, and says nothing about it. noises: by step,
-    shape (m,). rounding: of the noise at a step of 1.
+    Outputs were compared bit by bit at only a few points, which may all lie on one side of a jump. noises: the noise of
+    derivatives, shape (m,), by step. rounding: the rounding error of an output, shape (m,).
     """
     changes = torch.stack([noises[step] * step for step in sorted(noises)[:MIN_STEPS]])
     least, most = changes.amin(0), changes.amax(0)

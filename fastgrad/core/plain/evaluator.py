@@ -218,7 +218,8 @@ class Evaluator:
         arguments = list(self._arguments)
         for block in self._blocks:
             if block.stand_in is not None:
-                mkldnn = block.argument.layout == MKLDNN  # its elements cannot be written, so a new one is made
+                # The elements of an MKLDNN tensor cannot be written, so a new tensor is made.
+                mkldnn = block.argument.layout == MKLDNN
                 stand_in = block.values.to_mkldnn().requires_grad_() if mkldnn else block.stand_in
                 arguments = [stand_in if value is block.argument else value for value in arguments]
         return self._call(record_graph and self.records_differences, tuple(arguments))
@@ -468,7 +469,7 @@ class Evaluator:
                 tangents[b] = reused(tangents.get(b), torch.empty_like(dual))
                 ops.unflatten_(tangents[b], direction[block.first : block.first + block.size])
                 dual = make_dual(dual, tangents[b])
-                inside = tangent_of(dual)  # a copy, if the input is a view
+                inside = tangent_of(dual)  # this is a copy if the input is a view
                 if inside is not None:
                     given.append((b, inside, inside.clone()))
             duals[id(block.argument)] = dual

@@ -167,7 +167,7 @@ class UnrecordedBackward:
         given, grad_outputs = arguments[: self._count], arguments[self._count :]
         checked = [given[i] for i in self._inputs]
         for value in (*checked, *(grad_outputs[i] for i in self._grad_outputs)):
-            if not value.requires_grad:  # no needless call: a TorchFunctionMode would see it
+            if not value.requires_grad:  # a needless call would be visible to a TorchFunctionMode
                 value.requires_grad_()
         with torch.set_grad_enabled(self._record):
             if self._kept is None or not self._is_kept_at(checked, *self._kept):
