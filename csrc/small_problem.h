@@ -105,8 +105,9 @@ class SmallProblem {
       const RandomDirections& along, double curve, double budget, bool measure_noise,
       const std::optional<Derivatives>& known) const;
 
-  // As Evaluator::jvps, within a level of forward-mode AD. Returns what func returned instead of its outputs, if it did;
-  // the tangents of the outputs, float64, shape (count, m); and whether a tangent is complex exactly if its output is.
+  // As Evaluator::jvps, within a level of forward-mode AD. Returns what func returned instead of its outputs, if it
+  // did; the tangents of the outputs, float64, shape (count, m); and whether a tangent is complex exactly if its output
+  // is.
   std::tuple<std::optional<Changed>, at::Tensor, bool> jvps(
       const at::Tensor& directions, const std::vector<int64_t>& undefined) const;
 
