@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fastgrad.core.precision import LOWER
-from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_sample, of_sums
+from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_jvp, of_sample, of_sums
 from fastgrad.problem.validation import DISABLED
 from fastgrad.report.evidence import Cause, CauseName, Evidence
 from fastgrad.report.failure import Entry, Failure, modulus
@@ -39,11 +39,14 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
     if failure.kind == "mismatch":
         found += _of_modes(failure, evidence, report.settings)
         found += _of_experiments(failure, evidence)
+        of_entries: Iterable[Cause] = ()
         is_known = failure.numerical_issue != "not converged"  # values that depend on the step are no evidence
         if is_known and sample is not None and bool(sample.failing.any()):
-            found += of_sample(sample, report, failure, own)
+            of_entries = of_sample(sample, report, failure, own)
         elif is_known and failure.comparison is not None:
-            found += of_sums(failure.comparison)
+            of_entries = of_sums(failure.comparison)
+        is_jvp = failure.mode == "forward" and report.settings.order == 1
+        found += map(of_jvp, of_entries) if is_jvp else of_entries
     best: dict[str, Cause] = {}
     for cause in sorted(found, key=lambda cause: -cause.confidence):
         best.setdefault(cause.name, cause)
@@ -165,8 +168,8 @@ def _of_steps(
     if off <= rounding_error:
         yield Cause(
             "rounding",
-            f"at eps = {eps:g}, rounding hides the difference: one ulp of func's value, divided by eps, is "
-            f"{ulp / eps:.1e}; use a larger eps, or subtract a constant offset from the values",
+            f"rounding hides the change of func over a step of eps = {eps:g}: one ulp of func's value, divided by eps, "
+            f"is {ulp / eps:.1e}; use a larger eps, or subtract a constant offset from the values",
             f"the derivatives differ by {off:.1e}, which rounding explains",
             0.95 if is_open else 0.92,
         )
@@ -212,10 +215,12 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     nonlinear = [(c, deviation, size) for c, deviation, size in scaled if not deviation <= MIN_DEVIATION]
     if nonlinear:
         c, deviation, size = nonlinear[0]
-        measure = (
-            f"for {c:g} x grad_output, the gradient is {size:.3g} x as large; its relative difference from {c:g} x the "
-            f"original gradient is {deviation:.1e}"
-        )
+        measure = f"the gradient is zero for a grad_output, but not for {c:g} x this grad_output"
+        if math.isfinite(size):
+            measure = (
+                f"for {c:g} x grad_output, the gradient is {size:.3g} x as large; its relative difference from {c:g} x "
+                f"the original gradient is {deviation:.1e}"
+            )
         yield Cause("nonlinear backward", _how_nonlinear(scaled), measure, 0.94)
         return
     layout = list(_of_layouts(evidence, linear))

@@ -92,8 +92,8 @@ class Hypotheses:
         return self._explained(
             "dependent inputs",
             f"{names} {'was' if len(dependent) == 1 else 'were'} computed from {self.name_of(block)}; autograd "
-            "includes this dependence, and differences do not: pass independent tensors, "
-            "tensor.detach().requires_grad_()",
+            "includes this dependence, and differences do not: pass independent tensors, for "
+            "example tensor.detach().requires_grad_()",
             partial(self._with_leaf, leaf),
         )
 

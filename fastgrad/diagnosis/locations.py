@@ -161,7 +161,7 @@ def place_causes(
         elif rule.sampled is not None:
             if rule.chance > CHANCE:
                 continue
-            text = f"in a sample of {sample.failing.numel()} entries, {cause.text}"
+            text = f"in a sample of {sample.failing.numel():,} entries, {cause.text}"
             cause = replace(cause, text=text, confidence=IN_SAMPLE * cause.confidence)
         found.append(cause)
     return found
@@ -201,7 +201,7 @@ def _element(places: _JudgedElements, name: str) -> Rule | None:
     chance = places.bad.numel() * math.exp(_log_chance(wrong, total))
     text = f"derivatives are wrong only in {name}[{spot}]"
     sampled = "" if places.is_complete else "sampled "
-    measure = f"all {wrong} {sampled}entries of this element are wrong, and none of the other {total - wrong}"
+    measure = f"all {wrong:,} {sampled}entries of this element are wrong, and none of the other {total - wrong:,}"
     if chance > CHANCE:
         return None
     cause = Cause("slice", text, measure, 0.95 * (1 - chance))
@@ -255,9 +255,9 @@ def _rule(
     if chance > (max_chance if places.is_complete else CHANCE_IN_SAMPLE):
         return None
     bad, total = int(places.bad.sum()), places.bad.numel()
-    wrong = {1: "the only element", 2: "both elements"}.get(bad, f"all {bad} elements")
+    wrong = {1: "the only element", 2: "both elements"}.get(bad, f"all {bad:,} elements")
     sampled = "" if places.is_complete else " in the sample"
-    measure = f"true of {wrong} with wrong entries, and of none of the {total - bad} others{sampled}"
+    measure = f"true of {wrong} with wrong entries, and of none of the {total - bad:,} others{sampled}"
     return _of(places, Cause(name, text, measure, base * (1 - chance)), covers, chance, edges)
 
 

@@ -220,7 +220,10 @@ def _rearranged(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> 
             yield "transposed", ADJOINT.format(along), transposed
 
 
-_INVERSE = "backward applies the permutation of forward instead of its inverse"
+_INVERSE = (
+    "the analytical Jacobian is the inverse of the numerical one: backward applies the permutation of forward "
+    "instead of its inverse"
+)
 ADJOINT = (
     "{}the analytical Jacobian is the transpose of the numerical one: backward applies the matrix, kernel or scan of "
     "forward instead of its transpose (for a convolution, the flipped kernel)"

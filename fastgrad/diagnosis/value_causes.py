@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -95,7 +97,12 @@ def _zero(count: int, confidence: float, order: int, is_whole: bool = True) -> C
 
 def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float, selected: int = 0) -> Cause:
     if abs(k + 1) <= EXACT:
-        return Cause("sign", "the analytical gradient has the wrong sign", _fit_text(residual), confidence + 0.01)
+        return Cause(
+            "sign",
+            "every wrong analytical entry is -1 x the numerical one: a sign is wrong",
+            _fit_text(residual),
+            confidence + 0.01,
+        )
     known = [what for what, size in sizes.items() if size > 2 and abs(k / size - 1) <= EXACT]
     inverse = [what for what, size in sizes.items() if size > 2 and abs(k * size - 1) <= EXACT]
     why = f": the factor {1 / k:.4g} is missing"
@@ -300,6 +307,12 @@ def _of_precision(sample: Sample) -> Iterator[Cause]:
                 0.95,
             )
             return
+
+
+def of_jvp(cause: Cause) -> Cause:
+    """The cause for a wrong jvp: without what its sentence says about backward."""
+    text = re.split(": backward|, or backward", cause.text)[0]
+    return replace(cause, text=re.sub("^backward", "the jvp", text))
 
 
 def places_named(report: Report, failure: Failure) -> tuple[str, str]:

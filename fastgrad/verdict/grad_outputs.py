@@ -129,7 +129,7 @@ def _worst_text(with_zero: Tensor | None, with_none: Tensor | None) -> str:
     worst = int((left - right).abs().nan_to_num(torch.inf).argmax())
     index = list(element_index(worst, tuple(like.shape)))
     found, expected = (value.reshape(-1)[worst].item() for value in (right, left))
-    return f"at {index}, it is {found:.6g} for the undefined tangent and {expected:.6g} for zero"
+    return f"at {index}, its value is {found:.6g} for the undefined tangent and {expected:.6g} for zero"
 
 
 def _allclose(left: Tensor | None, right: Tensor | None) -> bool:

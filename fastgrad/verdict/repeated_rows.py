@@ -65,13 +65,20 @@ def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None
         return None
     row, entry = int(fields[2]), int(fields[3])
     element = block.output.element_index(block.first_row + row)
+    numbers = (rows[row, entry * width : (entry + 1) * width].tolist() for rows in (analytical, block.repeated))
+    value, scaled = (complex(*pair) if width == 2 else pair[0] for pair in numbers)
+    at = block.input.element_index(block.first_column // width + entry)
     detail = (
-        f"a grad_output of 1 at element {list(element)} of output {block.output.index} gives the gradient "
-        f"{analytical[row, entry * width].item():.6g} of input {block.input.index} at "
-        f"{list(block.input.element_index(block.first_column // width + entry))}, a grad_output of {REPEAT_SCALE:g} "
-        f"gives {REPEAT_SCALE * block.repeated[row, entry * width].item():.6g}"
+        f"a grad_output of 1 for output {block.output.index}{_at(element)} gives the gradient {value:.6g} of input "
+        f"{block.input.index}{_at(at)}, a grad_output of {REPEAT_SCALE:g} gives {REPEAT_SCALE * scaled + 0.0:.6g} "
+        f"instead of {REPEAT_SCALE * value + 0.0:.6g}"
     )
     return Failure.at("nonlinear", block.output, block.input, part=block.part, detail=detail)
+
+
+def _at(index: Sequence[int]) -> str:
+    """An index as text; empty for a tensor without dimensions."""
+    return f" at {list(index)}" if index else ""
 
 
 def groups_failure(

@@ -24,10 +24,10 @@ from fastgrad.report.messages import HEADLINE_CONFIDENCE
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 from tests.planted import TABLE
-from tests.planted.causes import CAUSES
+from tests.planted.causes import CAUSES, both_modes
 from tests.planted.causes_blind import BLIND
 from tests.planted.causes_operators import OPERATORS, Operator
-from tests.planted.row import Planted
+from tests.planted.row import Planted, function
 
 PLANTED = [*CAUSES, *BLIND]
 
@@ -665,3 +665,25 @@ def test_a_factor_near_1_is_named_only_if_it_explains_the_error(factor: float, i
     report = check(Cube.apply, (x, factor), Settings())
     assert not report.passed
     assert ("constant factor" in {cause.name for cause in report.causes}) == is_named
+
+
+@pytest.mark.parametrize(
+    ("jvp", "text"),
+    [
+        (lambda t, x: 0 * t, "every wrong analytical entry is zero: a term is missing"),
+        (lambda t, x: t.flip(0).cumsum(0).flip(0), "the analytical Jacobian is the transpose of the numerical one"),
+    ],
+)
+def test_the_cause_of_a_wrong_jvp_says_nothing_about_backward(jvp: Callable[..., Tensor], text: str) -> None:
+    func = both_modes(lambda x: x.cumsum(0), lambda g, x: g.flip(0).cumsum(0).flip(0), jvp)
+    x = torch.linspace(1, 2, 6, dtype=torch.float64, requires_grad=True)
+    report = fastgrad.check(func, x, check_forward_ad=True, check_backward_ad=False, check_undefined_grad=False)
+    assert report.causes[0].text == text
+
+
+def test_a_gradient_that_is_zero_for_one_sign_is_described_without_a_quotient() -> None:
+    func = function(lambda x: 2 * x, lambda g, x: 2 * g.clamp(min=0))
+    x = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    measures = {cause.measure for seed in range(4) for cause in fastgrad.check(func, x, seed=seed).causes}
+    assert "the gradient is zero for a grad_output, but not for -1 x this grad_output" in measures
+    assert not any("nan" in measure for measure in measures)

@@ -237,7 +237,7 @@ ZERO = "every wrong analytical entry is zero: a term is missing, or backward ret
 
 CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     "constant factor": ("probably every wrong analytical entry is 0.5 x the numerical one: the factor 2 is missing",),
-    "sign": ("probably the analytical gradient has the wrong sign",),
+    "sign": ("probably every wrong analytical entry is -1 x the numerical one: a sign is wrong",),
     "zero gradient": ("probably " + ZERO,),
     "transposed": (
         "probably the analytical Jacobian is the transpose of the numerical one: backward applies the matrix, "
@@ -327,15 +327,15 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     ),
     "dependent inputs": (
         "probably input 1 was computed from input 0; autograd includes this dependence, and differences do not: "
-        "pass independent tensors, tensor.detach().requires_grad_()",
+        "pass independent tensors, for example tensor.detach().requires_grad_()",
     ),
     "truncation": (
         "probably eps = 0.0001 is too large: func is curved, or has a kink or a jump, within eps of the inputs; use a "
         "smaller eps",
     ),
     "rounding": (
-        "probably at eps = 1e-06, rounding hides the difference: one ulp of func's value, divided by eps, "
-        "is 2.2e+02; use a larger eps, or subtract a constant offset from the values",
+        "probably rounding hides the change of func over a step of eps = 1e-06: one ulp of func's value, divided by "
+        "eps, is 2.2e+02; use a larger eps, or subtract a constant offset from the values",
     ),
     "discontinuity": (
         "probably func is discontinuous at the inputs: its value changes by 1e-06 from one side to the other, however "
