@@ -43,7 +43,7 @@ TensorOrTensors = Tensor | Sequence[Any]
 Found = TypeVar("Found")
 
 watcher: ContextVar[Callable[[Report], object] | None] = ContextVar("fastgrad_watcher", default=None)
-"""A function that is called with the report of every gradcheck and gradgradcheck that reaches a verdict, or None."""
+"""If not None: a function that is called with the report of each gradcheck and gradgradcheck that has a verdict."""
 
 estimates: ContextVar[bool] = ContextVar("fastgrad_estimates", default=False)
 """Whether checks raise an `Estimate` of their duration instead of running."""

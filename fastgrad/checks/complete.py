@@ -193,7 +193,7 @@ def _report(
 def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     backward = problem.func if isinstance(problem.func, Backward) else None
     if backward is not None and problem.has_graph:
-        problem.base()  # called now, while the first evaluation can still provide it
+        problem.base()  # called while the first evaluation still provides this value
     sums_are_open = isinstance(findings, SmallCheck) and findings.undecided_sums is not None
     if sums_are_open and compares_undecided_entries(problem, settings):
         findings.notes.append(UNDECIDED_SUMS)

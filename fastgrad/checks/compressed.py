@@ -307,6 +307,6 @@ def _note_certified(findings: Findings, count: int, kind: str, screening: Screen
     names = f"{mode}{count} dense {kind}{'s' if count > 1 else ''}"
     findings.notes.append(f"{names} certified by random vectors, not compared entry by entry")
     for certificate in screening.certificates:
-        # The claims of forward mode name it.
+        # Certificates of forward mode name the mode in their claims.
         claim = f"in {names.removeprefix(mode)}, {certificate.claim}"
         findings.certificates.append(replace(certificate, claim=claim))

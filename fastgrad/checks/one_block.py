@@ -59,7 +59,7 @@ def whole_backward(problem: Problem | SmallProblem, settings: Settings, seconds:
     return problem.whole_backward(
         _cotangents(m, settings.seed, problem.device),
         [kind.layout for kind in GRAD_OUTPUT_KINDS] if m > 1 else (),
-        0 if vectorized else REPEATED_ROWS,  # the products detect rows that vary or are not homogeneous
+        0 if vectorized else REPEATED_ROWS,  # the products of vectors detect rows that vary or are not homogeneous
         REPEAT_SCALE,
         settings.check_undefined_grad,
         fewest if vectorized else 0,

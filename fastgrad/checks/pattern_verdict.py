@@ -96,10 +96,10 @@ class _Entries:
         before, plan, atol = self.numerical, self.plan, self._settings.loosest().atol
         self._measure_one_by_one(why)
         if not differ(before[None], self.numerical[None], atol, False):
-            return  # replays only round differently
+            return  # the replays differ only by rounding
         with suppress(RejectedError):
             if not differ(self._entries(plan)[None], self.numerical[None], atol, False):
-                self._problem.irreproducible.append("in replays")  # they were wrong once
+                self._problem.irreproducible.append("in replays")  # the replays were wrong once
 
     def repeat_differences(self) -> None:
         """Measures the column groups of a rejected pattern again, and records if func now gives other values."""
@@ -407,7 +407,7 @@ class PatternVerdict(_Entries):
         lacks_entries = isinstance(elsewhere, Failure) or elsewhere.refuted or elsewhere.rows.size > 0
         lacks_entries = lacks_entries or bool(self.numerical_suspects)
         if lacks_entries and failure.comparison is not None and failure.comparison.exhaustive:
-            self.findings = Findings()  # its pairs count sums
+            self.findings = Findings()  # the pairs of the earlier findings count sums of entries
             confirmed = self._confirmed_mismatch(may_be_sums=True)
             if confirmed is None:  # the entries that differ are sums of several entries
                 found = elsewhere if isinstance(elsewhere, Failure) else self._certified()

@@ -116,7 +116,7 @@ class _Screen:
         self._attempt = 0
         self._extrapolated = 1  # the fewest evaluations: usually enough if nothing is wrong
         self._first: Differences | None = None
-        self._tentative: Differences | None = None  # those for which a sum looked wrong, before better differences
+        self._tentative: Differences | None = None  # the differences for which a sum looked wrong
         self._earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
         self._doubted: dict[int, float] = {}  # per output that no wrong entry explains, the smallest error of its sums
         self._suspected = 0.0  # the largest error that sums suggested but single entries did not confirm
@@ -242,7 +242,7 @@ class _Screen:
                 return sketch, failure
             looks_wrong = any(excess(*pair) > 1 for pair in zip(values, allowed, strict=True))
             if problem.n <= MAX_AT_ONCE or looks_wrong:
-                sketch.gradients[number] = gradient  # kept: compared with a rerun before the weights change
+                sketch.gradients[number] = gradient  # kept, to be compared with a rerun before the weights change
             if looks_wrong and not tentative and cotangent.layout != Layout.CONTIGUOUS:
                 failure, _ = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
                 if failure is not None:

@@ -69,7 +69,8 @@ class _ForwardScreen:
         self._suspected = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
         # For each output, the size up to which errors may be hidden at the best step size so far.
         self._hidden = torch.full_like(self._suspected, torch.inf)
-        self._first: tuple[Differences, Tensor] | None = None  # at `eps`, with the errors of the JVPs
+        # The differences at `eps`, and the errors of the JVPs there.
+        self._first: tuple[Differences, Tensor] | None = None
         self._bound = settings.atol
         self._unresolved = 0.0
         self._nonlinear = 0.0  # the error that may be hidden because jvp is linear only within its tolerance

@@ -81,7 +81,7 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
         if found is None:
             return False
         products = found
-        if earlier is not None:  # JVPs of nearly the same tangents, at another step
+        if earlier is not None:  # there are JVPs of nearly the same tangents, at another step
             rows, before, known = earlier
             check.tangents = torch.cat([rows, made]), before + which, torch.cat([known, products])
             if differ(known[last], products, settings.atol, False):

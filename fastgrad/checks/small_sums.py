@@ -161,7 +161,7 @@ def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivati
     for step, budget, before in steps:
         again = _differences(check, step, budget, before.measures_noise)
         rounding = rounding_of_differences(check, step)
-        # None: func now raises or returns something else.
+        # The result is None if func now raises or returns outputs of another kind.
         if again is None or any(
             derivatives_vary(check.settings, *pair, rounding)
             for pair in ((again.derivatives, before.derivatives), (again.noise, before.noise))
@@ -405,7 +405,8 @@ def _same_as_early(check: SmallCheck, plain: ScreeningGradOutputs, again: Tensor
     # The complete check decides about small differences.
     allowed = max(4 * settings.atol, rounding) + settings.nondet_tol * sums[0]
     if differ(again[:1], early[:1], allowed, False):
-        repeated = problem.vjps(plain.early[:1], [Layout.CONTIGUOUS], [-1])[0]  # now at the same scale
+        # Repeated at the same scale as the first time.
+        repeated = problem.vjps(plain.early[:1], [Layout.CONTIGUOUS], [-1])[0]
         check.vjps += 1
         check.vjp_varies = differ(repeated, early[:1], allowed, False)
     if problem.is_custom:

@@ -61,7 +61,7 @@ def _left_by_system(proc: Path) -> int | None:
     for name, share in (("SC_AVPHYS_PAGES", 1), ("SC_PHYS_PAGES", 2)):
         try:
             return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") // share
-        except (AttributeError, OSError, ValueError):  # not reported
+        except (AttributeError, OSError, ValueError):  # the system does not report this number
             continue
     return None
 

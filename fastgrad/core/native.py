@@ -34,7 +34,7 @@ def _is_native() -> bool:
     if choice == "0":
         return False
     if _build is not None and _build.TORCH is None and choice == "auto":
-        return False  # deliberately installed without the compiled module
+        return False  # the package was installed without the compiled module on purpose
     if _build is None or _build.TORCH is None or importlib.util.find_spec("fastgrad._C") is None:
         raise ImportError(
             f"fastgrad's compiled module is missing: {HOW_TO_BUILD}, or use plain Python with FASTGRAD_NATIVE=0."

@@ -19,7 +19,7 @@ many seconds. In the quickest checks, timing would take two percent of the time.
 
 
 def clock(device: torch.device) -> float:
-    """Synchronizes the device and returns the time in seconds; otherwise only the launches would be timed."""
+    """Synchronizes the device and returns the time in seconds; otherwise only launches of kernels would be timed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()

@@ -124,7 +124,7 @@ class Ranks:
         for number in itertools.count():
             try:
                 self._alive.set("alive", str(number))
-            except RuntimeError:  # the store has ended, and with it the check
+            except RuntimeError:  # the store has ended, so the check has ended, too
                 return
             if ended.wait(_HEARTBEAT_INTERVAL):
                 return

@@ -103,7 +103,7 @@ def load_decompositions() -> None:
     """Imports what the first `make_dual` of a process would import, without torch's deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        if os.environ.get("PYTORCH_JIT", "1") == "1":  # as make_dual does
+        if os.environ.get("PYTORCH_JIT", "1") == "1":  # make_dual has the same condition
             importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 

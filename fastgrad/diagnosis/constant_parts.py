@@ -115,7 +115,7 @@ class ConstantParts(_Calls):
         is_reduction = size < max(tensor.numel() for tensor in sources)
         is_cut = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
         self._keep(ConstantPart(call), result, is_cut, is_reduction)
-        if not is_cut and len(sources) > 1:  # for example a sum or a product
+        if not is_cut and len(sources) > 1:  # operators with several operands, for example a sum or a product
             for number, value in enumerate(args):
                 if any(value is source for source in sources):
                     self._keep(ConstantPart(call, number), value)

@@ -1,4 +1,4 @@
-"""Hypotheses about a wrong gradient, each tested by random sums over all entries of its Jacobian."""
+"""Hypotheses about a wrong gradient, tested by random sums: sums of all entries of its Jacobian with random weights."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ class Hypotheses:
         error = 0.0
         for one in self._vectors:
             difference = _relative_difference(*sums(one))
-            if not difference <= NEAR:  # also if it is NaN
+            if not difference <= NEAR:  # true if the difference is NaN, too
                 return None
             error = max(error, difference)
         return Explanation(name, text, error) if name in _OF_FUNC or self._is_supported(name) else None

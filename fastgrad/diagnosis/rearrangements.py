@@ -410,7 +410,7 @@ def _is_outer(error: Tensor, n: Tensor) -> bool:
             return False
         block = error[rows][:, columns]
         if bool(left[rows].any(0).logical_and(~columns).any()):
-            return False  # not a separate part
+            return False  # this block shares rows with other columns, so it is no separate part
         values = torch.linalg.svdvals(block)
         wanted = torch.linalg.svdvals(n[rows][:, columns])
         if float(values[1]) > OUTER * float(values[0]) or float(wanted[1]) <= OUTER * float(wanted[0]):

@@ -78,7 +78,7 @@ class Member:
         self._graphs: dict[int, _LocalGraph] = {}
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The current values of its parts of the inputs."""
+        """The current values of this rank's parts of the inputs."""
         return tuple(memory.detach().cpu().clone() for memory in self._memory)
 
     def restore(self) -> None:

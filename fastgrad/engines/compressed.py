@@ -121,7 +121,8 @@ def compress(
     arange = lru_cache(np.arange) if pattern.n + pattern.m > PIECE else np.arange
     rows, columns = (torch.from_numpy(values).to(device) for values in (pattern.rows(), pattern.columns))
     if pattern.most_in_row <= 1:
-        colors = np.zeros(pattern.n, dtype=np.int64)  # no two columns share a row: no need to transpose
+        # No two columns share a row, so the pattern need not be transposed.
+        colors = np.zeros(pattern.n, dtype=np.int64)
     else:
         starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
         colors = coloring.color(starts, members, pattern.m)
@@ -211,7 +212,8 @@ def tangent_entries(problem: Problem, compression: Compression, jvps_of: Callabl
 def _column_groups(compression: Compression) -> Iterator[Tensor]:
     """The coordinates of each column group: int64, shape (members,)."""
     grouping = compression.column_groups
-    members = torch.from_numpy(grouping.order).to(compression.rows.device)  # once, because a copy to a device waits
+    # Copied only once, because a copy to a device waits for the device.
+    members = torch.from_numpy(grouping.order).to(compression.rows.device)
     return (members[first:last] for first, last in pairwise(grouping.starts.tolist()))
 
 

@@ -226,7 +226,7 @@ def _side_stream(device: torch.device) -> Any:
 
 
 def _replay(problem: Problem, block: Block, first: int, rows: Tensor, eps: float, record_graph: bool) -> None:
-    values = block.tensor.data  # has its own version counter, as for all perturbations
+    values = block.tensor.data  # `data` has its own version counter, as in all perturbations
     origin = values.clone(memory_format=torch.contiguous_format)
     steps = eps * block.step, relative_step(values.dtype)
 

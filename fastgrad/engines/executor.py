@@ -83,7 +83,7 @@ def speedup(
     """
     singles = min(SINGLE_CALLS, count)
     last = first + count - singles
-    several(last, 1)  # raises early at little cost; otherwise a warm-up
+    several(last, 1)  # if `several` raises, it raises here, at little cost; otherwise this call is a warm-up
     begin = clock(problem.device)
     expected = single(last, singles)
     between = clock(problem.device)
@@ -147,7 +147,7 @@ def disagreement(
         displacement = problem.displacement(u, eps)
         width = float(problem.realized_width(displacement, 1.0)[column])
         if not width:
-            continue  # eps is lost in rounding
+            continue  # rounding makes eps zero here
         problem.values_along(displacement, SCALES[:2], values[:2], record_graph)
         if not torch.allclose(columns[column - first], (values[0] - values[1]) / width, rtol=0.0, atol=atol):
             return math.inf

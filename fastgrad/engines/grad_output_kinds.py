@@ -95,7 +95,7 @@ DENSE = GradOutputKind(
     Layout.CONTIGUOUS,
     "a random grad_output, dense and contiguous",
     "dense and contiguous",
-    stream=0,  # it differs from NON_CONTIGUOUS only in layout
+    stream=0,  # this kind differs from NON_CONTIGUOUS only in layout
 )
 
 GRAD_OUTPUT_KINDS = NON_CONTIGUOUS, HALVED, SPARSE, EXPANDED

@@ -91,7 +91,7 @@ def weighted_grad_outputs(
     """The same with a weight per output coordinate, shape (m,); one-hot rows and the expanded row are not weighted."""
     random = list(cotangents(seed, weight, count, 0))
     if not is_custom:
-        del random[count]  # the half zero one
+        del random[count]  # removes the cotangent that is half zero
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
     expanded, repeated = len(rows) - 1, rows[REPEATED][0]
     one_hot: dict[int, int] = {}

@@ -178,7 +178,7 @@ def _star_scheme(rows: LinearMap, pattern: Pattern, groups: int) -> _Scheme | No
     i, j = pattern.rows(), pattern.columns
     keys = i * count + colors[j]
     _, which, times = np.unique(keys, return_inverse=True, return_counts=True)
-    alone = times[which] == 1  # entry (i, j) is the only one of row i in columns of j's color
+    alone = times[which] == 1  # row i has no other entry in columns of the color of j
     return _Scheme(rows, colors, np.where(alone, colors[j], colors[i]), np.where(alone, i, j))
 
 

@@ -126,7 +126,7 @@ class Comparison:
         return infinite & ~explained, explained & in_range.all(0)
 
     def _is_in_range(self) -> Tensor:
-        return self.size <= self.products.inputs.largest  # false for NaN
+        return self.size <= self.products.inputs.largest  # this is false for NaN
 
     @property
     def out_of_range(self) -> int:

@@ -85,7 +85,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         self._unit = unit_roundoff(dtype)
         self._tiny = torch.finfo(dtype).smallest_normal
         self._seed = seed
-        self._generator: torch.Generator | None = None  # its own generator, not a global one of torch
+        self._generator: torch.Generator | None = None  # a generator of this object, not a global one of torch
         self._places = random.Random(seed)
         self._decompositions = torch_private.decompositions() if decomposes else {}
         self.failures = set()

@@ -109,7 +109,8 @@ class HookWatch:
             if not self._mutes:
                 return result
             for tensor, copy in zip(before, kept, strict=True):
-                if not _same(tensor, copy):  # an expanded tensor could not be written to
+                # Only a changed tensor is written to, because writing to an expanded one raises.
+                if not _same(tensor, copy):
                     tensor.detach().copy_(copy)
             return None
 

@@ -271,7 +271,7 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
 def _finite(result: Any, number: int, unbounded: dict[int, Tensor | None]) -> Any:
     """A result in which elements that were not finite in the first call, such as -inf of a mask, are zero.
 
-    They have no derivative. unbounded: where they are, by the number of the result.
+    These elements have no derivative. unbounded: masks of these elements, by the number of the result.
     """
     if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
         return result

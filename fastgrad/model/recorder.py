@@ -292,7 +292,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         """The call of an operation; if it is the first of its kind, with copies of its arguments."""
         found: list[tuple[str, Tensor]] = []
         rebuild = flatten(arguments, "", lambda tensor: True, found)
-        assert rebuild is not None  # an argument requires grad
+        assert rebuild is not None  # not None, because an argument requires grad
         plain = rebuild(iter([Tensor] * len(found)))
         layouts = tuple(
             (tuple(one.shape), one.stride() if one.layout is torch.strided else (), one.dtype, one.requires_grad)
@@ -325,7 +325,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             return call
         self._left -= size
         with unrecorded():
-            copies = {id(tensor): tensor.detach().clone() for tensor in fresh}  # each tensor once
+            copies = {id(tensor): tensor.detach().clone() for tensor in fresh}  # each tensor is copied once
         call.tensors = [copies.get(id(tensor), tensor) for tensor in tensors]
         if call.is_custom:
             call.random = True
@@ -335,7 +335,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             call.written = {number for number in _written(target, args, kwargs) if isinstance(number, int)}
             if target.namespace == "aten" and _argument(target, args, kwargs, "scale_grad_by_freq"):
                 call.omitted = "scale_grad_by_freq: by design, its gradient is not the derivative"
-            condition = _DERIVATIVES_FOR_SOME_INPUTS.get(".".join(name.split(".")[:2]))  # without the overload
+            condition = _DERIVATIVES_FOR_SOME_INPUTS.get(".".join(name.split(".")[:2]))  # the name without the overload
             if condition is not None:
                 call.omitted = f"by design, its gradient is the derivative only {condition}"
         return call

@@ -128,5 +128,5 @@ def address(tensor: Tensor) -> int:
         return 0
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+    except (RuntimeError, NotImplementedError):  # the tensor is of a subclass without memory of its own
         return 0

@@ -104,7 +104,7 @@ class _KeptTensor:
         self._gradient = tensor.grad if self._has_gradient else None
         self._kept_gradient = None if self._gradient is None else _KeptTensor(self._gradient)
         self._version = torch_private.version_of(tensor)
-        # The alias has its own version counter.
+        # Writes to the alias do not increase the version counter of the tensor, because it has its own.
         self._alias = None if _is_opaque(tensor) else tensor.data
         self._memory = None if self._alias is None else _memory(self._alias, self._requires_grad)
         self._bits = None if self._memory is None else self._memory.clone()
@@ -128,7 +128,8 @@ class _KeptTensor:
     def _write(self, memory: Tensor, bits: Tensor) -> None:
         # Memory of tensors that do not require grad may be read-only: it is written only if it has changed.
         if memory.layout is torch.strided and not _is_backed(memory):
-            memory.untyped_storage().resize_(torch_private.bytes_needed(memory))  # func freed the memory
+            # The memory is allocated again, because func freed it.
+            memory.untyped_storage().resize_(torch_private.bytes_needed(memory))
         elif not self._requires_grad and torch.equal(memory, bits):
             return
         if memory.is_inference():

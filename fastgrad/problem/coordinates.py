@@ -121,7 +121,7 @@ def memory_of(tensor: Tensor, masked: bool) -> Memory | None:
     values = own_values(plain)
     if masked and values is not None:
         return Memory(None, values, _specified_elements(plain, values))
-    # A copy that owns its memory: to_dense() may return a view.
+    # The result is copied, because to_dense() may return a view.
     dense = plain.to_dense().contiguous().clone()
     stand_in, values = _densified_coo(plain, dense) if plain.layout is torch.sparse_coo else _densified(plain, dense)
     return Memory(stand_in.requires_grad_(), values)

@@ -183,7 +183,7 @@ class ReverseMode(Evaluation):
 
     def _count(self, vjps: int, match: native.GradientsMatch) -> None:
         for entry in match.unspecified.values():
-            if not modulus(entry.value) <= self.unspecified:  # a NaN is the largest
+            if not modulus(entry.value) <= self.unspecified:  # a NaN counts as the largest
                 self.unspecified = modulus(entry.value)
         self.vjps += vjps
 

@@ -82,7 +82,7 @@ def _unwrapped(func: Callable[..., Any]) -> Callable[..., Any]:
     """The function that decorators wrap, if they set `__wrapped__`; otherwise func."""
     try:
         unwrapped: Callable[..., Any] = inspect.unwrap(func)
-    except ValueError:  # functions that wrap each other in a cycle
+    except ValueError:  # there is a cycle of functions that wrap each other
         return func
     return unwrapped
 

@@ -119,7 +119,7 @@ class Sample(EqualByContent):
 
 @dataclass(frozen=True)
 class Explanation:
-    """A hypothesis that agrees with random sums over all entries of the failing Jacobian.
+    """A hypothesis that agrees with sums of all entries of the failing Jacobian, with random weights.
 
     Attributes
     ----------
@@ -170,7 +170,7 @@ class Evidence(EqualByContent):
         Deviation of the gradient for a non-contiguous v from the gradient for its contiguous copy. It is infinite if
         only one of the two gradients is finite, or if only the gradient for the copy is zero.
     offset
-        The same for a v at a storage offset.
+        The same for a v with a storage offset.
     expanded
         The same for a constant v, expanded with stride 0.
     non_contiguous_error

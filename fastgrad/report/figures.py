@@ -167,7 +167,7 @@ def figure(report: ReportData) -> Figure:
     drawn: Figure = figures.Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
     for axes, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel.draw(axes)
-        axes.set_title(panel.title, pad=38)  # above its legend
+        axes.set_title(panel.title, pad=38)  # the title is above the legend
     drawn.suptitle(messages.key_phrase(report, report.failure).partition("\n")[0].rstrip(":"))
     return drawn
 

@@ -208,7 +208,7 @@ def failure_message(report: ReportData) -> str:
     if failure.comparison is not None:
         lines = [_first_line(report, failure, failure.comparison), *lines]
         lines += _details(report, failure, failure.comparison)
-        if failure.detail and not (failure.numerical_issue and report.causes):  # otherwise a cause says the same
+        if failure.detail and not (failure.numerical_issue and report.causes):  # otherwise a cause states the detail
             lines.append(f"  because    {failure.detail}")
     elif failure.kind in BY_ROUNDING and report.precision is not None and report.precision.worst is not None:
         names = names_of(report, failure)
@@ -300,7 +300,7 @@ def _headline(report: ReportData, failure: Failure) -> str:
 
 
 def varying(settings: Settings) -> str:
-    """What is not deterministic if the checked function is not; for second derivatives, it calls func and backward."""
+    """The checked function, in messages that it is not deterministic; for second derivatives, with a backward."""
     return "func" if settings.order == 1 else "func or its backward"
 
 

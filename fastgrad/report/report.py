@@ -46,7 +46,7 @@ class Result(ABC):
         """
         __tracebackhide__ = True  # under pytest a failure shows the caller's line
         if not self.passed:
-            failure = getattr(self, "failure", None)  # a Report has one
+            failure = getattr(self, "failure", None)  # only a Report has this attribute
             raise GradcheckError(str(self), cast(Any, self)) from getattr(failure, "cause", None)
 
 

@@ -118,7 +118,7 @@ def _held_by(value: Any) -> Sequence[Any]:
         return [value.__module__, value.__qualname__, *own]
     if isinstance(value, staticmethod):
         return [value.__func__]
-    owner = getattr(value, "__self__", None)  # the class, if this is the apply of a custom Function
+    owner = getattr(value, "__self__", None)  # the custom Function, if the value is the apply of one
     return [getattr(value, "__qualname__", ""), owner if isinstance(owner, type) else None]
 
 

@@ -125,7 +125,7 @@ class Workers(Ranks):
         if error is None:
             self.end_connections()
             return
-        with suppress(RuntimeError):  # the store may be gone
+        with suppress(RuntimeError):  # the store may have ended
             self._announce(error)
 
     @property
@@ -308,7 +308,7 @@ class Workers(Ranks):
             number += 1
             try:
                 self._alive.set(_heartbeat_key(self.rank), str(number))
-            except RuntimeError:  # the store has ended, and with it the check
+            except RuntimeError:  # the store has ended, so the check has ended, too
                 return
 
 

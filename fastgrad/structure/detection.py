@@ -83,7 +83,7 @@ class ProbedEvaluations:
         """The outputs with some coordinates moved: float64, shape (m,); their change is added to the sum."""
         displacement = self._displacement(moved)
         values = self._problem.evaluate(self._look.record_graph, displacement)
-        weight = 1.0 - 0.5 / (1 + len(self._seen))  # unequal, so that opposite changes do not cancel
+        weight = 1.0 - 0.5 / (1 + len(self._seen))  # the weights are unequal, so that opposite changes do not cancel
         self._step += weight * displacement
         self._change += weight * (values - self._look.base)
         self._seen.append((np.packbits(moved).tobytes(), checksum(values)))
@@ -238,7 +238,7 @@ class ProblemPatterns(Detection):
 
     def _guesses(self) -> Iterator[Pattern | None]:
         yield sparsity.guess_pointwise(*self._blocks)
-        if not any(block.is_complex for side in self._blocks for block in side):  # an entry may be four coordinates
+        if not any(block.is_complex for side in self._blocks for block in side):  # an entry may have four coordinates
             yield sparsity.guess_in_order(*self._blocks)
             yield sparsity.guess_moved(
                 self._problem.coordinates().cpu().numpy(), self._look.base.cpu().numpy(), self._reacted

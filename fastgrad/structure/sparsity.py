@@ -179,7 +179,7 @@ def guess_pointwise(inputs: Sequence[Block], outputs: Sequence[Block]) -> Patter
     n = sum(block.size for block in inputs)
     starts, columns = np.arange(rows + 1), _concatenated(lists, 0).reshape(-1)
     if np.array_equal(columns, starts[:-1]):
-        columns = starts[:-1]  # saves the memory of a copy
+        columns = starts[:-1]  # a view, which saves the memory of a copy
     return Pattern(starts * per_row if per_row > 1 else starts, columns, n, "guessed pointwise from shapes")
 
 

@@ -274,7 +274,7 @@ class Estimates(Durations):
 
 
 def _until_the_end(config: pytest.Config, context: AbstractContextManager[Result]) -> Result:
-    """Enters a context, which is left however the session ends, even if it never begins."""
+    """Enters a context that is left when pytest ends, also after an error and if the session never begins."""
     stack = ExitStack()
     config.add_cleanup(stack.close)
     return stack.enter_context(context)

@@ -237,7 +237,7 @@ def _checked(options: argparse.Namespace) -> int:
         try:
             with _stdout_to_stderr(options):
                 report = check(target.func, target.inputs, kwargs=target.keywords, **keywords)
-        except (Exception, SystemExit) as raised:  # raised by func, or because of invalid arguments: no verdict
+        except (Exception, SystemExit) as raised:  # there is no verdict: func raised, or arguments are invalid
             error = raised
             _print_exception(options, name, error)
         code = max(code, 2 if report is None else 0 if report.passed else 1)

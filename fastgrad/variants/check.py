@@ -114,7 +114,7 @@ def check_variants(
         if begin - start > seconds:
             rows.append(VariantRow(variant.family, variant.name, "not run", f"{seconds:g} s have elapsed", 0.0))
             continue
-        with SavedState(func, subject.inputs):  # including the buffers of modules
+        with SavedState(func, subject.inputs):  # the state includes the buffers of modules
             found = _outcome(variant, subject, {**keywords, "seed": seed})
         took = time.perf_counter() - begin
         rows.append(VariantRow(variant.family, variant.name, found.verdict, found.detail, took, found.report))

@@ -168,7 +168,8 @@ class AnalyticalCertificate:
             linearity.gradients()
         except Exception as error:
             raise_unless_of_func(error)
-            failure = linearity.failure()  # says for which grad_output it raised, or raises again
+            # The failure says for which grad_output backward raised; or backward raises again.
+            failure = linearity.failure()
             if failure is None:
                 raise  # only one call raised
             return failure

@@ -187,7 +187,7 @@ def located_failure(found: list[Found]) -> Failure:
 def located_pair(failure: Failure, comparison: Comparison) -> Pair:
     """The `Pair` of a failure that was found from single entries."""
     places = failure.output, failure.input, failure.output_position, failure.input_position
-    known = cast("tuple[int, int, int, int]", places)  # a mismatch has them all
+    known = cast("tuple[int, int, int, int]", places)  # a mismatch has all four numbers
     counts = comparison.entries, comparison.mismatches
     largest = comparison.largest_absolute, comparison.largest_relative
     return Pair(

@@ -240,7 +240,7 @@ class LinearityTest:
             if self._excluded_columns is not None:
                 self._sums = torch.where(self._excluded_columns, self._gradients, self._sums)
             if self._kinds[0] is NON_CONTIGUOUS and not self._rows_repeated:
-                # Run again immediately.
+                # The VJP is run again immediately.
                 self._variation = variation_between(self._vjp(0), self._gradients[:1])
         return self._gradients
 
@@ -344,8 +344,8 @@ class LinearityTest:
         if not self._variation:
             return None
         failure = self._moving()
-        rounding = unit * m * largest(self._term_sizes)  # if the same terms are added up in another order
-        movements = float(self.cotangents.abs().sum(1).amax())  # factor of the movement of single rows
+        rounding = unit * m * largest(self._term_sizes)  # the error if the same terms are added up in another order
+        movements = float(self.cotangents.abs().sum(1).amax())  # the movement of a sum, relative to that of single rows
         if failure is None and self._variation > max(rounding, self._settings.nondet_tol * movements):
             return nondeterministic(self._problem.outputs[0])
         return failure

@@ -247,7 +247,7 @@ class NumericalCertificate:
         entries, rounding = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         noise, found = self._first.noise, self._compared(self._first, entries, rounding)
         taken = [(self._of_direction(0), checksum(self._first.derivatives))]
-        del self._first  # to free the memory of several vectors
+        del self._first  # this frees the memory of several vectors
         for k in range(1, count):
             if bool(found.wrong.any()):
                 break

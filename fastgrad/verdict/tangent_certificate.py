@@ -61,7 +61,7 @@ class TangentCertificate:
         self._negligible = 0.0
         self._error = 0.0
         self._mismatch: tuple[Tensor, int, float] | None = None
-        problem.unexplained_jvps = self._summed  # until they are explained, also if a JVP raises
+        problem.unexplained_jvps = self._summed  # kept until they are explained, also if a JVP raises
         self.values = tangent_entries(problem, compression, self._jvps_of)
 
     def certify(self, wanted: float) -> bool:
@@ -150,7 +150,7 @@ class TangentCertificate:
         errors, tangents: shapes (count, m) and (count, n).
         """
         smallest = torch.where(tangents == 0, torch.inf, tangents.abs()).amin(1)
-        size = largest(errors.abs().amax(1) / smallest)  # of an entry that may cause these errors
+        size = largest(errors.abs().amax(1) / smallest)  # the size of an entry that may cause these errors
         if not size <= self._negligible:
             return False
         self._error = max(self._error, size)

@@ -56,7 +56,7 @@ class GradientsMatch:
         others = gradient.clone().index_fill_(0, elements, 0)
         if others.numel() == 0:
             return
-        element = int(others.abs().argmax())  # a NaN is the largest
+        element = int(others.abs().argmax())  # argmax finds a NaN, if there is one
         value = complex(others[element])
         known = self.unspecified.get(k)
         if math.isnan(abs(value)) or abs(value) > (abs(known.value) if known else 0.0):
