@@ -1,4 +1,4 @@
-"""Exact checks by sparsity: guess or probe a pattern, color it, compare compressed Jacobians, certify, follow up.
+"""Exact checks of sparse Jacobians: finds and colors a pattern, compares compressed Jacobians, and certifies the rest.
 
 Every entry of the pattern is compared as in the dense engine. Random directions and cotangents certify that no
 entry lies outside the pattern, and that the backward is the linear map with these rows. A certificate that fails

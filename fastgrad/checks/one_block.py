@@ -1,4 +1,4 @@
-"""Small problems: all VJPs in one call, on the current graph, and one comparison for Jacobians that agree."""
+"""Small problems: all VJPs are run in one call, on the current graph, and all entries are compared at once."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _inputs_within(problem: Problem, first: int, columns: Tensor) -> list[Block]
 
 
 def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Iterator[tuple[int, Tensor]]:
-    """Yields the numerical Jacobian pass by pass: the first coordinate, and columns: float64, shape (count, m).
+    """Yields the first coordinate of each pass and its numerical columns: float64, shape (count, m).
 
     Raises
     ------

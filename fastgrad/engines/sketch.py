@@ -62,7 +62,8 @@ class Differences:
     derivatives
         J u, Richardson-extrapolated where there are four evaluations: float64, shape (count, m).
     noise
-        Bound of their errors: float64, shape (m,), the largest over the directions for which it was estimated.
+        Bound of the errors of the derivatives: float64, shape (m,), the largest over the directions for which it was
+        estimated.
     rounding
         The error of a derivative if rounding changes an output by two unit roundoffs, relative to the output.
     sizes

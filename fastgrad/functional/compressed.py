@@ -1,4 +1,4 @@
-"""Matrices of linear maps from few products: guess or probe the pattern, color, decompress, certify.
+"""Matrices of linear maps from few products: a pattern is guessed or probed, colored, and its entries are certified.
 
 Every pattern is tested: products of the map with random seeds must equal weighted sums of the entries. If they differ,
 or if too few rows can share a product, there is no result, and the caller computes row by row.

@@ -288,7 +288,7 @@ def _matrix(
 
 
 def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bool) -> Parts:
-    """The Jacobian of recorded outputs: by structure if possible, otherwise row by row."""
+    """The Jacobian of recorded outputs: from groups of rows or columns if it is sparse, otherwise row by row."""
     if not options.vectorize:
         for output in outputs:
             if output.is_complex() and output.requires_grad and output.numel():
@@ -450,7 +450,7 @@ def _sparse_rows(blocks: Rows, outputs: Tensors, inputs: Tensors) -> Parts:
 
 
 def _forward(name: str, func: Func, given: Tensors, options: _Options, symmetric: bool = False) -> tuple[bool, Parts]:
-    """The Jacobian by forward-mode AD: by structure if possible, otherwise many columns at once by vmap."""
+    """The Jacobian by forward-mode AD: from groups of columns if sparse, otherwise many columns at once by vmap."""
     primals = tuple(value.detach() for value in given)
     outputs_are_tuple, found_outputs = as_tensors(func(*primals), OUTPUTS, name)
     outputs = tuple(output.detach() for output in found_outputs)

@@ -87,8 +87,8 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
         comparison.look_again()
         if comparison.excused:
             outcome.notes.append(
-                f"{comparison.excused} entries are accurate only relative to the largest entry: they are within "
-                "rounding only if inputs are perturbed by the rounding unit of the largest element of their tensor"
+                f"{comparison.excused} entries are accurate only relative to the largest entry: rounding explains "
+                "their errors only if inputs are perturbed relative to the largest element of their tensor"
             )
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
     _judge_entries(comparison, outcome)
@@ -288,12 +288,12 @@ def causes_of(found: Tensor, expected: Tensor) -> tuple[Cause, ...]:
     if found.numel() < 2:
         return ()
     if not bool(found.any()):
-        return (Cause("zero gradient", "the gradient is zero there", f"{found.numel()} entries", 0.9),)
+        return (Cause("zero gradient", "every wrong entry is zero", f"{found.numel()} entries", 0.9),)
     k, rest = fit(found, expected)
     factor = k.real
     if not factor or not rest <= SAME_FACTOR * min(1.0, abs(1 - factor) * 4):
         return ()
-    measure = f"relative residual {rest:.1g}, in {found.numel()} entries"
+    measure = f"relative residual of the fit {rest:.1g}, over {found.numel()} entries"
     if abs(factor + 1) < SAME_FACTOR:
         return (Cause("sign", "the gradient has the wrong sign", measure, 0.9),)
     return (Cause("constant factor", f"the gradient is {factor:.3g} times the right one", measure, 0.9),)
@@ -307,8 +307,8 @@ def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
     outcome.note(smallest_scale=max(one.allowed + abs(one.error) for one in found))
     if worst.is_alike and abs(worst.error) > worst.allowed:
         detail = (
-            f"its entries are {1 + worst.error:.5g} times the right ones, on average over about {worst.entries:.0f} "
-            f"entries; rounding explains a relative error of {worst.allowed:.2g}"
+            f"the entries of the gradient are {1 + worst.error:.5g} times the right ones, on average over about "
+            f"{worst.entries:.0f} entries; rounding explains a relative error of {worst.allowed:.2g}"
         )
         outcome.failure = Failure.at("biased", input=worst.block, detail=detail)
         factor = f"the gradient is {1 + worst.error:.5g} times the right one"

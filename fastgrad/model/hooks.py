@@ -1,4 +1,4 @@
-"""The hooks of a model that change gradients."""
+"""Finds the hooks of a model that change gradients."""
 
 from __future__ import annotations
 

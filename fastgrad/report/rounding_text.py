@@ -78,7 +78,7 @@ def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
     if kind == "biased":
         return "the mean of all entries differs from the reference by more than rounding explains"
     other = "the reference" if has_reference else "differences"
-    return f"it differs from {other} by more than rounding explains"
+    return f"the gradient differs from {other} by more than rounding explains"
 
 
 def details(precision: LowPrecision, worst: RoundedEntry, names: tuple[str, str], detail: str) -> list[str]:

@@ -123,7 +123,7 @@ def _applies(make: Make, subject: Subject, i: int) -> bool:
 
 
 def of_inputs(subject: Subject) -> list[Variant]:
-    """Variants with each layout for one input only, if there are several: test code that assumes one layout for all."""
+    """Variants with each layout for one of several inputs: they find code that assumes one layout for all inputs."""
     positions = _strided(subject)
     return [
         Variant("layouts", f"{name}, input {i} alone", _of(make, {i}), is_elsewhere)

@@ -300,7 +300,7 @@ class AnalyticalCertificate:
 
     @property
     def _kinds(self) -> tuple[GradOutputKind, ...]:
-        """The kinds to run; not the expanded one if it was already used in the second run of a group of all rows."""
+        """The kinds of grad_output to run; not the expanded one if the second run of a group of all rows used it."""
         outputs = self._problem.outputs
         whole = len(outputs) == 1 and not outputs[0].is_complex and self._compression.row_groups[0].count == 1
         return NOT_EXPANDED if whole else self._all_kinds
@@ -327,7 +327,7 @@ class AnalyticalCertificate:
         return linearity.cotangents[0], linearity.gradients()[0]
 
     def _tests_of(self, kinds: tuple[GradOutputKind, ...], number: int = 0) -> Iterator[LinearityTest]:
-        """Yields one test with all kinds or, if vectors take much memory, one per kind; number: of the cotangents."""
+        """Yields one test with all kinds or, if memory is short, one per kind; number: as in `linearity_cotangents`."""
         is_small = self._problem.n + self._problem.m <= PIECE
         repeats_all = all(grouping.count <= compressed.REPEATED_GROUPS for grouping in self._compression.row_groups)
         for some in [kinds] if is_small else [(kind,) for kind in kinds]:

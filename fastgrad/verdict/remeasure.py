@@ -1,4 +1,4 @@
-"""Re-measures entries that differ at eps over many steps: which of them are wrong, and how to report them."""
+"""Measures entries that differ at eps again, with many steps: which of them are wrong, and how to report them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether JVPs equal the sums of the entries of a sparse Jacobian that was computed by forward mode.
+"""Tests whether JVPs equal the sums of the entries of a sparse Jacobian that was computed by forward mode.
 
 Columns that share no row of a pattern share one JVP. So an entry that the pattern lacks is added to another entry of
 its row. The JVP of a random tangent then differs from the sum of the entries by more than rounding.
