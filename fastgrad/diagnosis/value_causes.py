@@ -89,8 +89,8 @@ def _zero(count: int, confidence: float, order: int, is_whole: bool = True) -> C
         )
     return Cause(
         "zero gradient",
-        f"every wrong analytical entry is zero: {why}",
-        f"{count} wrong {'entry' if count == 1 else 'entries'}",
+        f"{'the' if count == 1 else 'every'} wrong analytical entry is zero: {why}",
+        f"{count:,} wrong {'entry' if count == 1 else 'entries'}",
         confidence,
     )
 
