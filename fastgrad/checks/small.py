@@ -17,7 +17,9 @@ from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_sums import (
     changing_steps_repeat,
     earlier_vjps_repeat,
+    noise_repeats,
     numerical_columns,
+    outputs_of,
     sums_agree,
     undecided_calls_repeat,
 )
@@ -97,11 +99,15 @@ def _undecided_rows_agree(check: SmallCheck) -> bool:
     Returns whether nothing is left to judge. If entries are not compared, differences that changed between steps are
     repeated here, because the complete check does not use them: func may have returned other values once.
     """
-    problem = check.problem
+    problem, outputs = check.problem, outputs_of(check)
     if problem.is_custom or not compares_undecided_entries(problem, check.settings):
-        changing_steps_repeat(check, last_agrees=False)
+        if noise_repeats(check):
+            changing_steps_repeat(check, last_agrees=False)
         return False
-    return _rows_agree(check) and undecided_calls_repeat(check)
+    if _rows_agree(check):
+        return undecided_calls_repeat(check, outputs)
+    noise_repeats(check)
+    return False
 
 
 def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:

@@ -11,6 +11,7 @@ from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_sums import (
     changing_steps_repeat,
     differences_by_step,
+    noise_repeats,
     numerical_columns,
     sum_threshold,
 )
@@ -63,6 +64,7 @@ def products_agree(check: SmallCheck) -> bool:
             return changing_steps_repeat(check, last_agrees=True)
         if check.early is not None or check.jvp_varies or not check.domains_match:
             return False
+    noise_repeats(check)
     return False
 
 

@@ -47,6 +47,11 @@ MAX_STEPS = 2
 NOISE_MARGIN = 4.0
 """Factor of the noise, which is measured only along the first direction: along others, it may be this much larger."""
 
+EXPANDED_MARGIN = 256.0
+"""Factor of the noise by which the sum for an expanded grad_output may be off if its VJP is that of a contiguous one.
+All its components are equal, so the errors of many outputs may add up; and errors from curvature differ by factors of
+up to 27 along other directions."""
+
 
 @phase("numerical columns")
 def numerical_columns(check: SmallCheck) -> Tensor | None:
@@ -69,37 +74,37 @@ def sums_agree(check: SmallCheck, weighted: bool = True) -> bool:
     weighted: whether sums with weights count.
     """
     settings = check.settings
-    problem, count = check.problem, sketch_size(settings.confidence)
+    problem = check.problem
     plain = _plain(check)
     run_early = partial(check.noted, partial(_early_vjps, check, plain))
     early = run_early() if problem.is_custom else None
     if early is None and problem.is_custom:
         return False
     done: tuple[ScreeningGradOutputs, Tensor] | None = None
+    is_repeated = not problem.is_custom
     for differences, weight, bound in differences_by_step(check):
         if weight.numel() and not weighted:
             norm = differences.sizes[0] if differences.sizes else math.inf
             if norm * SMALLER_STEP**2 > settings.atol / NOISE_SHARE:
                 break
             continue
-        if early is not None and done is None:
+        if early is not None and not is_repeated:
+            is_repeated = True
             again = check.noted(partial(_run_after_differences, check, plain, early))
             if again is None or check.vjp_varies:
                 return False
         early = run_early() if early is None else early
         if early is None:
             return False
-        if done is None or done[0] is not plain or weight.numel():
-            made = (
-                weighted_grad_outputs(_layout(check), settings.seed, count, problem.is_custom, weight)
-                if weight.numel()
-                else plain
-            )
+        if not weight.numel() and not _early_agrees(settings, differences, plain, early):
+            continue
+        made = _grad_outputs(check, weight)
+        if done is None or done[0] is not made:
             gradients = check.noted(partial(_all_vjps, check, made, plain, early))
             if gradients is None:
                 return False
             done = made, gradients
-        if _agree(settings, differences, *done):
+        if _agree(check, differences, *done, is_weighted=weight.numel() > 0):
             if not changing_steps_repeat(check, last_agrees=True):
                 return False
             if not check.noted(partial(earlier_vjps_repeat, check, done[0].of_all)):
@@ -124,15 +129,32 @@ def _layout(check: SmallCheck) -> tuple[tuple[int, int, int], ...]:
     return tuple((first, width, elements) for first, (_, elements, width) in zip(starts, outputs, strict=False))
 
 
+def _grad_outputs(check: SmallCheck, weight: Tensor) -> ScreeningGradOutputs:
+    """The grad_outputs for weights from `_weight`."""
+    problem, settings = check.problem, check.settings
+    arguments = _layout(check), settings.seed, sketch_size(settings.confidence), problem.is_custom
+    return weighted_grad_outputs(*arguments, weight) if weight.numel() else screening_grad_outputs(*arguments)
+
+
 def _plain(check: SmallCheck) -> ScreeningGradOutputs:
-    count = sketch_size(check.settings.confidence)
-    return screening_grad_outputs(_layout(check), check.settings.seed, count, check.problem.is_custom)
+    return _grad_outputs(check, torch.empty(0))
 
 
-def undecided_calls_repeat(check: SmallCheck) -> bool:
-    """Whether the calls of undecided sums give the same results again. They are repeated after all entries agreed."""
+def outputs_of(check: SmallCheck) -> Tensor:
+    """The outputs of the current graph: float64, shape (m,)."""
+    return flattened([output.detach() for output in check.problem.graph.outputs]).clone()
+
+
+def undecided_calls_repeat(check: SmallCheck, outputs: Tensor) -> bool:
+    """Whether the calls of undecided sums give the same results again. They are repeated after all entries agreed.
+
+    outputs: those of the graph on which the sums depend. The entries have been compared on a later graph.
+    """
     assert check.undecided_sums is not None
     if not steps_repeat(check, check.steps):
+        return False
+    if values_vary(check.problem, check.settings, outputs_of(check), outputs):
+        check.irreproducible.append("at the inputs")
         return False
     plain = _plain(check)
     repeated = check.noted(partial(_early_vjps, check, plain))
@@ -193,25 +215,36 @@ def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor
             yield differences, *weighed
             if known is not None:
                 continue
-        elif _weight(check, differences, SMALLER_STEP**2) is None:
-            # Noise from curvature or rounding alone would be small enough at the other step. So the reason may be a
-            # kink, or a func that returns other values for the same inputs.
-            if _noise_varies(check, step, budget, differences):
-                check.irreproducible.append(ALONG_DIRECTION)
+        factor = _step_factor(check, differences)
+        if factor is None:
             return
-        # If the sums do not agree although the noise is small enough, another direction may be curved more.
-        factor = SMALLER_STEP if weighed is not None else _step_factor(settings, differences)
         step, budget = factor * differences.step / settings.eps, 0.0
 
 
-def _step_factor(settings: Settings, differences: Derivatives) -> float:
-    """The factor from a step to one at which the noise, from curvature or rounding, is probably small enough."""
+def noise_repeats(check: SmallCheck) -> bool:
+    """Whether noise that no other step reduces enough is that of func; notes if func returned other values once."""
+    for step, budget, differences in check.steps[-1:]:
+        if _step_factor(check, differences) is None and _noise_varies(check, step, budget, differences):
+            check.irreproducible.append(ALONG_DIRECTION)
+    return not check.irreproducible
+
+
+def _step_factor(check: SmallCheck, differences: Derivatives) -> float | None:
+    """The factor from a step to one at which the noise, from curvature or rounding, is probably small enough.
+
+    None if neither is the reason for the noise: this may be a kink, or a func that returns other values for the same
+    inputs.
+    """
+    if _weight(check, differences, 1.0) is not None:
+        return SMALLER_STEP  # the sums do not agree: another direction may be curved more
+    if _weight(check, differences, SMALLER_STEP**2) is None:
+        return None
     noise = float(torch.linalg.vector_norm(differences.noise))
     derivative = float(torch.linalg.vector_norm(differences.derivatives[0]))
     if not noise * derivative > CURVATURE_RATIO * differences.curvature**2:
         return SMALLER_STEP
     factor = 2.0
-    while factor < LARGEST_FACTOR and noise * NOISE_MARGIN * NOISE_SHARE > factor * settings.atol:
+    while factor < LARGEST_FACTOR and noise * NOISE_MARGIN * NOISE_SHARE > factor * check.settings.atol:
         factor *= 2
     return factor
 
@@ -235,11 +268,8 @@ def _noise_varies(check: SmallCheck, step: float, budget: float, differences: De
 
 
 def _values_vary(check: SmallCheck) -> bool:
-    before = flattened([output.detach() for output in check.problem.graph.outputs]).clone()
-    if not check.problem.record_again():
-        return True
-    again = flattened([output.detach() for output in check.problem.graph.outputs])
-    return values_vary(check.problem, check.settings, again, before)
+    before = outputs_of(check)
+    return not check.problem.record_again() or values_vary(check.problem, check.settings, outputs_of(check), before)
 
 
 @phase("backward")
@@ -400,7 +430,7 @@ def _same_as_early(check: SmallCheck, plain: ScreeningGradOutputs, again: Tensor
         return True
     problem, sums = check.problem, plain.early.abs().sum(1).tolist()
     rounding = ROUNDING * problem.unit_roundoff * problem.m**0.5 * largest(early[0].nan_to_num(0.0, 0.0, 0.0))
-    if not problem.is_custom and not differ(again, early, rounding, False):
+    if not problem.is_custom and not differ(again, early, max(settings.atol, rounding), False):
         return True  # a built-in backward may round differently at another scale
     # The complete check decides about small differences.
     allowed = max(4 * settings.atol, rounding) + settings.nondet_tol * sums[0]
@@ -423,15 +453,39 @@ def sum_threshold(settings: Settings, differences: Derivatives) -> float:
     return settings.atol / (4 if differences.measures_noise else 8)
 
 
-def _agree(settings: Settings, differences: Derivatives, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
+def _early_agrees(settings: Settings, differences: Derivatives, plain: ScreeningGradOutputs, early: Tensor) -> bool:
+    """Whether sums for the first early VJP agree. If they do not, no other VJPs are needed at this step."""
+    vectors, gradients = plain.early[:1], early[:1]
+    (residual,) = largest_residuals(vectors, differences.derivatives, gradients, differences.directions)
+    return residual <= abs(REPEAT_SCALE) * sum_threshold(settings, differences)
+
+
+def _agree(
+    check: SmallCheck, differences: Derivatives, made: ScreeningGradOutputs, gradients: Tensor, is_weighted: bool
+) -> bool:
     norm = differences.sizes[0] if differences.sizes else math.inf
-    threshold = sum_threshold(settings, differences)
+    threshold = sum_threshold(check.settings, differences)
     residuals = largest_residuals(made.vectors, differences.derivatives, gradients, differences.directions)
     allowed = [share * threshold for share in made.shares]
-    allowed[made.expanded] += 8 * CONSTANT * norm  # an expanded grad_output has no weights
     for row, coordinate in made.one_hot.items():
         allowed[row] += 4 * float(differences.noise[coordinate])
-    return all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
+    # An expanded grad_output has no weights.
+    expanded, noise = made.expanded, CONSTANT * norm
+    is_quiet = residuals[expanded] <= allowed[expanded] + 8 * noise
+    allowed[expanded] += (8 if is_weighted else EXPANDED_MARGIN) * noise
+    agree = all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
+    return agree and (is_quiet or _same_if_contiguous(check, made.vectors[expanded], gradients[expanded]))
+
+
+def _same_if_contiguous(check: SmallCheck, vector: Tensor, gradient: Tensor) -> bool:
+    """Whether a VJP equals that of a contiguous cotangent with the same values."""
+    again = check.problem.vjps(vector[None], [Layout.CONTIGUOUS], [-1])[0]
+    check.vjps += 1
+    allowed = check.settings.atol + check.settings.rtol * gradient.abs()
+    same = near(again[0], gradient, allowed + check.settings.nondet_tol * float(vector.abs().sum()))
+    if not bool(same.all()):
+        add_products(check, vector[None], again)
+    return bool(same.all())
 
 
 def _zeros_are_zero(check: SmallCheck) -> bool:

@@ -72,6 +72,52 @@ def test_cost_in_fast_mode(func: Func, n: int, evaluations: int, vjps: int) -> N
     assert (report.evaluations, report.vjps) == (evaluations, vjps)
 
 
+def test_cost_after_a_jump() -> None:
+    """Func jumps if an element of the target moves. Random directions do not decide, so all entries are compared.
+
+    20 differences of entries; 7 along directions, and again; one evaluation at x, and one for a new graph.
+    """
+
+    def func(x: Tensor, target: Tensor) -> Tensor:
+        return torch.where(target == 1, x, 0) + torch.where(target == -1, (1 - x).clamp(min=0), 0)
+
+    target = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64, requires_grad=True)
+    report = fastgrad.check(func, (leaf(5), target), fast_mode=True)
+    assert (report.verdict, report.evaluations, report.vjps) == ("passed", 36, 17)
+
+
+def test_cost_of_a_backward_that_rounds_more_than_a_few_operations() -> None:
+    """The VJP of a multiple is another one by 1e-12 of its size: this is no state that func keeps."""
+    x = (1e4 * (leaf(5, 5, 5).detach() - 1)).requires_grad_()
+    report = fastgrad.check(lambda x: x.logcumsumexp(0), x, fast_mode=True)
+    assert (report.verdict, report.evaluations, report.vjps) == ("passed", 6, 8)
+
+
+def test_sums_that_disagree_for_the_first_vjp_need_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 1 + 1e-7, two evaluations do not show the rounding inside func, which a third one measures."""
+    runs = mock.Mock(wraps=small_sums._all_vjps)
+    monkeypatch.setattr(small_sums, "_all_vjps", runs)
+    x = leaf(30)
+    assert fastgrad.check(lambda x: (x.sin() + 1e4) - 1e4, x, fast_mode=True).passed
+    assert runs.call_count == 1
+
+
+@pytest.mark.parametrize("error", [0.0, 5e-5])
+def test_a_constant_grad_output_with_stride_zero(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of all outputs add up in its sum. If the sum is off, the VJP must be that of a contiguous grad_output."""
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        gradient = g * x.cos()
+        gradient[7] += error if g.stride() == (0,) else 0.0
+        return gradient
+
+    runs = mock.Mock(wraps=small_sums._same_if_contiguous)
+    monkeypatch.setattr(small_sums, "_same_if_contiguous", runs)
+    x = torch.linspace(0.02, 0.5, 2000, dtype=torch.float64, requires_grad=True)
+    passes = fastgrad.check(function(torch.sin, backward), x, fast_mode=True, rtol=0.0).passed
+    assert (passes, runs.called) == (not error, True)
+
+
 @pytest.mark.parametrize("fast_mode", [False, True])
 @pytest.mark.parametrize("error", [1e-3, 0.1])
 @pytest.mark.parametrize("n", [1, 5, 30])
