@@ -104,7 +104,7 @@ def sums_agree(check: SmallCheck, weighted: bool = True) -> bool:
             if gradients is None:
                 return False
             done = made, gradients
-        if _agree(check, differences, *done, is_weighted=weight.numel() > 0):
+        if _agree(check, differences, *done, weight.numel() > 0):
             if not changing_steps_repeat(check, last_agrees=True):
                 return False
             if not check.noted(partial(earlier_vjps_repeat, check, done[0].of_all)):
