@@ -31,6 +31,9 @@ from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import groups_failure, nondeterministic, raised_for
 from fastgrad.verdict.tangent_certificate import TangentCertificate
 
+MAX_SINGLE_COLUMNS = 64
+"""Largest number of columns, of entries that differ, to measure one by one."""
+
 
 class _Entries:
     """The numerical and analytical entries of a pattern, and their comparison.
@@ -133,7 +136,7 @@ class _Entries:
         changes entries, other entries may also be sums. In this case, only an entry that was computed separately is
         reported. may_be_sums: whether the pattern is already known to lack entries.
         """
-        rows, columns, excluded = self.compression.rows, self.compression.columns, self.compression.excluded_rows
+        rows, columns = self.compression.rows, self.compression.columns
         excess = self._excesses(slice(None))
         differing = (~(excess <= 1)).nonzero().reshape(-1)
         worst = differing[excess[differing].nan_to_num(torch.inf).argsort(descending=True)]
@@ -147,11 +150,7 @@ class _Entries:
             for column in columns[still].tolist():
                 if column not in measured:
                     measured.add(column)
-                    within = columns == column
-                    difference = self._problem.difference_columns(column, 1, self._settings.eps, self.plan.record_graph)
-                    if excluded is not None:
-                        difference.masked_fill_(excluded, 0.0)
-                    self.numerical[within] = difference[0, rows[within]]
+                    self._measure_column(column)
             change = max(map(largest_change, before, (self._of_backward.values[mine], self.numerical[mine])))
             are_sums = are_sums or not change <= self._settings.atol
             wrong = still[~(self._excesses(still) <= 1)]
@@ -167,11 +166,38 @@ class _Entries:
                 self.findings.note_undecided(unresolved)
         return None
 
+    def _separates_sums(self, values: Tensor) -> bool:
+        """Measures the columns of the numerical entries that differ most from `values`, one column at a time.
+
+        Next to a kink, the difference of a column group may contain entries that the pattern lacks. Returns False if
+        this explains all entries of these columns, and there are other columns.
+        """
+        excess = self._excess_of(values).nan_to_num(torch.inf)
+        worst = (excess > 1).nonzero().reshape(-1)
+        columns = self.compression.columns[worst[excess[worst].argsort(descending=True)]].tolist()
+        suspects = list(dict.fromkeys(columns))
+        for column in suspects[:MAX_SINGLE_COLUMNS]:
+            self._measure_column(column)
+        measured = torch.tensor(suspects[:MAX_SINGLE_COLUMNS], device=excess.device)
+        own = torch.isin(self.compression.columns, measured)
+        return len(suspects) <= MAX_SINGLE_COLUMNS or not bool((self._excess_of(values[own], own) <= 1).all())
+
+    def _measure_column(self, column: int) -> None:
+        """Replaces the numerical entries of a column by differences for this column alone."""
+        within, excluded = self.compression.columns == column, self.compression.excluded_rows
+        difference = self._problem.difference_columns(column, 1, self._settings.eps, self.plan.record_graph)
+        if excluded is not None:
+            difference.masked_fill_(excluded, 0.0)
+        self.numerical[within] = difference[0, self.compression.rows[within]]
+
     def _excesses(self, entries: Tensor | slice) -> Tensor:
         """|analytical - numerical| divided by the allowed error, coordinate by coordinate: shape (entries,)."""
+        return self._excess_of(self._of_backward.values[entries], entries)
+
+    def _excess_of(self, values: Tensor, entries: Tensor | slice = slice(None)) -> Tensor:
         numerical = self.numerical[entries]
         atol, rtol = tolerances(self._problem, self._settings, self.compression.columns[entries])
-        return (self._of_backward.values[entries] - numerical).abs() / (atol + rtol * numerical.abs())
+        return (values - numerical).abs() / (atol + rtol * numerical.abs())
 
     def _mismatch(self) -> Failure | None:
         """The failure of the first pair with an entry that is wrong by the allclose rule, in torch's order."""
@@ -378,6 +404,8 @@ class PatternVerdict(_Entries):
             return None
         if not unless_rejected(partial(certificate.certify, self.of_func.asked)):
             return unless_rejected(certificate.wrong_entry)
+        if not self._separates_sums(certificate.values):
+            return None
         entries = self.compression, certificate.values, self.numerical
         failure = pattern_mismatch(self._problem, plan, *entries, self._settings, self.findings, "forward")
         if failure is not None:  # the jvp may also be wrong only for the sum of a group

@@ -23,13 +23,13 @@ from fastgrad.engines.sketch import (
     Cotangent,
     Differences,
     Sketch,
-    absorbed_rows,
     all_count_fully,
     contradicts,
     cotangents,
     directional_differences,
     func_varies,
     residual_row,
+    rounded_rows,
     weights,
 )
 from fastgrad.engines.small_sketch import REPEATED, RUNS
@@ -179,7 +179,7 @@ class _Screen:
             if failure is not None:
                 return Screening(failure)
             flagged = sketch.worst()
-        failure = self._examine_absorbed(differences, search)
+        failure = self._examine_rounded(differences, search)
         if failure is not None:
             return Screening(failure)
         self._note_hidden(search, sketch, weight)
@@ -299,15 +299,15 @@ class _Screen:
         self._eps, self._attempt = self._eps * LARGER, self._attempt + 1
         return None
 
-    def _examine_absorbed(self, differences: Differences, search: _Search) -> Failure | None:
-        """Examines the outputs for which rounding inside func may absorb this step.
+    def _examine_rounded(self, differences: Differences, search: _Search) -> Failure | None:
+        """Examines the outputs for which rounding inside func may hide changes at this step.
 
         Returns a failure, or adds the outputs whose changes at `eps` no single entry explains to the doubtful ones.
         """
         assert self._first is not None
         problem, settings = self._problem, self._settings
         at_eps = _Search(problem, settings, self._first)
-        for number, row in enumerate(absorbed_rows(problem, self._first, differences, self._pending)):
+        for number, row in enumerate(rounded_rows(problem, settings, self._first, differences, self._pending)):
             left = math.inf
             if number < MAX_SINGLE:
                 gradient = problem.row(row)

@@ -27,7 +27,7 @@ from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.plan import EXACT_CALLS, sketch_size
-from fastgrad.engines.sketch import Differences, absorbed_rows, contradicts, directional_differences
+from fastgrad.engines.sketch import Differences, contradicts, directional_differences, rounded_rows
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure
@@ -173,7 +173,7 @@ class _ForwardScreen:
                 return failure
             self._unresolved = max(self._unresolved, found.unresolved)
         self._first = self._first or (differences, errors)
-        failure, unexplained = self._examine_absorbed(differences)
+        failure, unexplained = self._examine_rounded(differences)
         if failure is not None:
             return failure
         excess[:, unexplained], errors[:, unexplained] = torch.inf, self._first[1][:, unexplained]
@@ -182,14 +182,14 @@ class _ForwardScreen:
         self._verify(differences, excess, errors.abs().nan_to_num(torch.inf), resolution)
         return None
 
-    def _examine_absorbed(self, differences: Differences) -> tuple[Failure | None, list[int]]:
-        """Examines the outputs for which rounding inside func may absorb this step.
+    def _examine_rounded(self, differences: Differences) -> tuple[Failure | None, list[int]]:
+        """Examines the outputs for which rounding inside func may hide changes at this step.
 
         Returns a failure or None, and the outputs whose changes at `eps` no single entry explains.
         """
         assert self._first is not None
         first, errors = self._first
-        rows = absorbed_rows(self._problem, first, differences, self._pending)
+        rows = rounded_rows(self._problem, self._settings, first, differences, self._pending)
         unexplained = []
         for number, row in enumerate(rows):
             error = errors[:, row]

@@ -38,6 +38,20 @@ NOISE_DROP = 64
 """If a repeated measurement of noise gives a value that is smaller by this factor, the first value did not come from
 rounding that differs from run to run."""
 
+STRAIGHT_STEPS = 256, 64
+"""Steps, in units of eps, at which an output is a straight line if it is one but for rounding inside func that changes
+it at steps of eps: far above eps, and small enough for the curvature of most functions."""
+
+STAIR_STEPS = 0.215, 0.553, 1.28, 1.534, 4.34, 10.03
+"""Steps, in units of eps, at which the height of stairs is measured: stairs of about eps in width show there. Next to a
+kink, where the changes are a (step - b), no a and b make them multiples of one number."""
+
+STAIR_SHARE = 0.03
+"""How far a jump may be from a multiple of the height, as a share of the height: below 0.117, which a kink reaches."""
+
+FEWEST_JUMPS = 4
+"""Number of jumps from which stairs are recognized; fewer numbers are often multiples of one by chance."""
+
 
 class NoisyDerivatives(Protocol):
     """Derivatives along directions, shape (count, m), and the noise of each output, shape (m,)."""
@@ -207,7 +221,69 @@ def directional_differences(
     return total
 
 
-def absorbed_rows(problem: Problem, first: Differences, smaller: Differences, pending: Tensor) -> list[int]:
+def rounded_rows(
+    problem: Problem, settings: Settings, first: Differences, smaller: Differences, pending: Tensor
+) -> list[int]:
+    """The pending outputs whose changes at a smaller step than the first one rounding inside func may hide."""
+    if not smaller.eps < first.eps:
+        return []
+    stairs = _staircase_rows(problem, settings, smaller, pending)
+    return sorted({*_absorbed_rows(problem, first, smaller, pending), *stairs.tolist()})
+
+
+def _staircase_rows(problem: Problem, settings: Settings, smaller: Differences, pending: Tensor) -> Tensor:
+    """The pending outputs that are straight lines at large steps, with other derivatives than at this small one.
+
+    A staircase along a line is an example, as in (x + 1e10) - 1e10 + x / 2. A kink within the first step size bends an
+    output: its one-sided derivatives at large steps differ by more than either differs from the one at a small step. An
+    output that no longer changes at large steps is clamped, not rounded.
+    """
+    base, vector = problem.base(), smaller.directions[0]
+    slopes, bends = [], []
+    for wide in STRAIGHT_STEPS:
+        slope, bend = torch.zeros_like(base), torch.zeros_like(base)
+        for part, step, weight in problem.parts_of(vector):
+            displacement = part * (wide * settings.eps * step / weight)
+            plus, minus = (problem.evaluate(True, displacement, sign) - base for sign in (1.0, -1.0))
+            slope += (plus - minus) * (weight / (2 * wide * settings.eps * step))
+            bend += (plus + minus).abs() * (weight / (wide * settings.eps * step))
+        slopes.append(slope)
+        bends.append(bend)
+    distance = (slopes[0] - smaller.derivatives[0]).abs()
+    bent = torch.stack([*bends, slopes[1] - slopes[0]]).abs().amax(0)
+    matters = distance > settings.atol / 4 + smaller.noise
+    straight = bent <= torch.minimum(distance, slopes[0].abs()) / 4
+    rows = (pending & matters & straight).nonzero().reshape(-1)
+    return rows[_are_stairs(problem, settings, smaller, rows)] if rows.numel() else rows
+
+
+def _are_stairs(problem: Problem, settings: Settings, smaller: Differences, rows: Tensor) -> Tensor:
+    """Whether the outputs jump by multiples of one height beside the slope at a small step: bool, shape (rows,).
+
+    Several kinks near x, such as near ties in a sort, also make an output straight at large steps, but its changes are
+    no such multiples.
+    """
+    base, jumps = problem.base()[rows], [torch.zeros_like(rows, dtype=torch.float64)]
+    for part, step, weight in problem.parts_of(smaller.directions[0]):
+
+        def changes(eps: float, part: Tensor = part, unit: float = step / weight) -> list[Tensor]:
+            return [problem.evaluate(True, part * (eps * unit), sign)[rows] - base for sign in (1.0, -1.0)]
+
+        plus, minus = changes(smaller.eps)
+        for factor in STAIR_STEPS:
+            explained = (plus - minus) / 2 * (factor * settings.eps / smaller.eps)
+            above, below = changes(factor * settings.eps)
+            jumps += [above - explained, below + explained]
+    values = torch.stack(jumps).sort(0).values
+    rounding = 4 * problem.unit_roundoff * base.abs() * (STAIR_STEPS[-1] * settings.eps / smaller.eps)
+    gaps = values.diff(dim=0)
+    height = torch.where(gaps > rounding, gaps, torch.inf).amin(0)
+    stairs = values / height
+    enough = (values.abs() > rounding).sum(0) >= FEWEST_JUMPS
+    return height.isfinite() & enough & ((stairs - stairs.round()).abs() <= STAIR_SHARE).all(0)
+
+
+def _absorbed_rows(problem: Problem, first: Differences, smaller: Differences, pending: Tensor) -> list[int]:
     """The pending outputs that change at the first step size but not at a smaller one, which rounding may absorb.
 
     Their changes are multiples of a number that is too large for rounding of the outputs. For example, the changes of

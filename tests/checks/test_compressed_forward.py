@@ -447,3 +447,14 @@ def test_a_nonlinear_jvp_fails_with_few_calls(jvp: Callable[[Tensor], Tensor], k
     assert report.failure is not None
     assert report.failure.kind == "nonlinear"
     assert report.jvps < 200
+
+
+@pytest.mark.parametrize("seed", range(4, 14))
+def test_the_sum_of_a_column_group_next_to_near_ties_is_not_called_nondeterministic(seed: int) -> None:
+    """The pattern is that at x; at eps, a median also depends on the elements that are nearly tied with it."""
+    x = torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for group in range(20):
+        tied = slice(5 * group, 5 * group + 2 + group % 3)
+        x[tied] = x[5 * group] + 4e-7 * torch.randperm(2 + group % 3, generator=torch.Generator().manual_seed(group))
+    modes = {"check_forward_ad": True, "check_backward_ad": False}
+    assert fastgrad.check(lambda x: x.view(-1, 5).median(1).values, x.requires_grad_(), seed=seed, **modes).passed

@@ -649,6 +649,28 @@ def test_small_steps_that_rounding_absorbs_verify_no_output(offset: float, forwa
     assert not report.passed
 
 
+@pytest.mark.parametrize("forward", [False, True], ids=["reverse", "forward"])
+@pytest.mark.parametrize("offset", [1.3 * 2**32, 1.3 * 2**33])
+def test_a_small_step_within_a_stair_verifies_no_output(offset: float, forward: bool) -> None:
+    """The stairs are about as wide as eps. At small steps, the outputs change by x / 2, which is the gradient."""
+    modes = {"check_forward_ad": forward, "check_backward_ad": not forward}
+    for value in (0.0, 0.37, 1.0):
+        x = torch.full((200,), value, dtype=torch.float64, requires_grad=True)
+        report = fastgrad.check(lambda x: Stairs.apply(x, offset) + x / 2, (x,), fast_mode=True, **modes)
+        assert not report.passed
+
+
+@pytest.mark.parametrize("forward", [False, True], ids=["reverse", "forward"])
+def test_near_ties_of_three_are_no_stairs(forward: bool) -> None:
+    """The medians are straight lines at large steps, but have other derivatives there than at x."""
+    x = torch.rand(60, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[:20, :3] = x[:20, :1] + 1e-7 * torch.tensor([0.0, 2.0, 1.0], dtype=torch.float64)
+    modes = {"check_forward_ad": forward, "check_backward_ad": not forward}
+    report = fastgrad.check(lambda x: x.median(1).values, (x.requires_grad_(),), fast_mode=True, **modes)
+    assert report.passed
+    assert report.evaluations < 600
+
+
 def test_outputs_next_to_a_kink_are_still_verified_by_smaller_steps() -> None:
     x = torch.linspace(-2e-8, 2e-8, 40, dtype=torch.float64)
     x = torch.cat([x, torch.linspace(1.0, 2.0, 400, dtype=torch.float64)]).requires_grad_()
