@@ -174,6 +174,8 @@ class _Entries:
         """
         excess = self._excess_of(values).nan_to_num(torch.inf)
         worst = (excess > 1).nonzero().reshape(-1)
+        if not worst.numel():
+            return True
         columns = self.compression.columns[worst[excess[worst].argsort(descending=True)]].tolist()
         suspects = list(dict.fromkeys(columns))
         for column in suspects[:MAX_SINGLE_COLUMNS]:

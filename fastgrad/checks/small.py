@@ -60,7 +60,9 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
             if _values_pass(check):
                 check.passes = _other_checks_pass(check, backward)
     except OUT_OF_MEMORY:
-        return SmallCheck(problem=problem, settings=settings)  # nothing was run: the complete check needs less memory
+        return SmallCheck(
+            problem=problem, settings=settings
+        )  # as if nothing had run; the complete check needs less memory
     except BaseException as error:
         problem.evaluator.restore()
         raised = as_raised(error)
