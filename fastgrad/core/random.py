@@ -58,6 +58,12 @@ def uniform_like(tensor: Tensor, seed: int, stream: int, first: int = 0) -> Tens
     return (torch.view_as_complex(real.view(-1, 2)) if width == 2 else real).reshape(tensor.shape)
 
 
+def generators_of(model: torch.nn.Module) -> list[torch.Generator]:
+    """The generators that are attributes of a model or of its submodules."""
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    return [value for value in attributes if isinstance(value, torch.Generator)]
+
+
 class RandomState:
     """The state of torch's generators, to be restored before each run of a function.
 

@@ -233,7 +233,7 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
     own = {id(tensor): i for i, tensor in enumerate(call.tensors)}  # a tensor that is passed twice is one leaf
     leaves = {own[id(call.tensors[i])]: values[i].detach().clone().requires_grad_() for i in call.differentiable}
     args, kwargs = call.rebuild(iter(values))
-    states = RandomState([*args, *kwargs.values()]) if call.random else None
+    states = RandomState([*call.generators, *args, *kwargs.values()]) if call.random else None
     fixed = {i: ~leaf.detach().isfinite() for i, leaf in leaves.items()}
     fixed = {i: mask for i, mask in fixed.items() if bool(mask.any())}
     unbounded: dict[int, Tensor | None] = {}

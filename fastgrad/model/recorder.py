@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fastgrad.core import torch_private
+from fastgrad.core.random import generators_of
 from fastgrad.model.hooks import HookWatch
 from fastgrad.model.places import Places
 from fastgrad.model.saved import Saved, SavedWatch, address, unrecorded
@@ -48,6 +49,8 @@ class Call:
         Which of the tensors the operation writes to.
     random
         Whether it may draw random numbers.
+    generators
+        The generators of the model, from which a custom Function may draw.
     sites, count
         Where it was called, and how often.
     used
@@ -65,6 +68,7 @@ class Call:
     differentiable: list[int]
     written: set[int] = field(default_factory=set)
     random: bool = False
+    generators: list[torch.Generator] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     count: int = 0
     used: set[int] = field(default_factory=set)
@@ -149,6 +153,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[Any, Call] = {}
         self.places = Places(model)
+        self._generators = generators_of(model)
         self.saved = SavedWatch(self.places, kept_saved, watched)
         self.hooks = HookWatch(model, self.places, mutes_hooks)
         self.detached: list[DetachedPath] = []
@@ -328,7 +333,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             copies = {id(tensor): tensor.detach().clone() for tensor in fresh}  # each tensor is copied once
         call.tensors = [copies.get(id(tensor), tensor) for tensor in tensors]
         if call.is_custom:
-            call.random = True
+            call.random, call.generators = True, self._generators
         else:
             call.random = torch.Tag.nondeterministic_seeded in target.tags
             args, kwargs = rebuild(iter(range(len(tensors))))

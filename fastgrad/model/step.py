@@ -15,7 +15,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from torch.overrides import TorchFunctionMode
 
 from fastgrad.core import torch_private
-from fastgrad.core.random import RandomState
+from fastgrad.core.random import RandomState, generators_of
 from fastgrad.lowprecision.reference import without_autocast
 from fastgrad.lowprecision.references import Doubled
 from fastgrad.lowprecision.rounding import DOUBLE
@@ -59,8 +59,7 @@ class Step:
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._kept = SavedState([*model.parameters(), *model.buffers()], inputs, self._kwargs)
         self._buffers = Buffers(model)
-        attributes = (value for module in model.modules() for value in vars(module).values())
-        self._random = _RandomStates([*attributes, *inputs, *self._kwargs.values()])
+        self._random = _RandomStates([*generators_of(model), *inputs, *self._kwargs.values()])
         self._modules = [(module, module.training) for module in model.modules()]
         self._slots = [(module, dict(module._buffers)) for module in model.modules()]
         self.unscaled = {

@@ -911,6 +911,29 @@ def test_generators_of_a_model_start_every_call_from_the_same_state() -> None:
     assert torch.equal(given.get_state(), states[1])
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_a_function_that_draws_from_a_generator_of_the_model_is_checked(factor: float) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    own = model.own = torch.Generator().manual_seed(0)
+
+    class Dropout(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(torch.rand(x.shape, generator=own, dtype=x.dtype).round())
+            return x * ctx.to_save[0]
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+            return grad_output * ctx.saved_tensors[0] * factor
+
+    state = own.get_state()
+    model[1].register_forward_hook(lambda module, inputs, output: Dropout.apply(output))
+    report = check_model(model, torch.randn(8, 4), squared)
+    assert report.verdict == ("passed" if factor == 1 else "failed"), str(report)
+    assert "different values" not in str(report)
+    assert torch.equal(own.get_state(), state)
+
+
 def test_a_loss_that_differs_from_call_to_call_is_undecided_for_this_reason() -> None:
     hidden = torch.Generator().manual_seed(0)
     report = check_model(Draws(lambda: hidden), torch.randn(8, 4), squared)
