@@ -18,7 +18,7 @@ namespace fastgrad {
 // First fit: the vertices, in natural order, get the lowest color that fits. The largest number of vertices at
 // one target is a lower bound of the number of colors. If more colors are needed, the order of decreasing number of
 // targets (stable) is also tried, and the result with fewer colors is returned.
-// Time: about nonzeros * count / 64 at worst, near the nonzeros where blocks overlap little.
+// Time: at worst proportional to nonzeros * count / 64; for dense blocks that overlap little, to the nonzeros.
 at::Tensor color(const at::Tensor& starts, const at::Tensor& members, int64_t targets);
 
 // A star coloring of a symmetric pattern: colors of its vertices, int64 of shape (vertices,). The targets are the

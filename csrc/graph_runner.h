@@ -27,7 +27,8 @@ class GraphRunner {
   // The gradients of the inputs; undefined for an input without a gradient. The GIL is held on entry and on return.
   std::vector<at::Tensor> vjp(const std::vector<at::Tensor>& cotangents);
 
-  // The VJP of zeros, or of undefined grad_outputs of all outputs or of one, the others zero.
+  // vjp_of_undefined: the grad_output of output `one` is undefined, and the others are zero; without `one`, all are
+  // undefined.
   std::vector<at::Tensor> vjp_of_zeros();
   std::vector<at::Tensor> vjp_of_undefined(std::optional<int64_t> one);
 

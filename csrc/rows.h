@@ -80,8 +80,8 @@ inline at::Tensor row_segment(const at::Tensor& matrix, int64_t row, int64_t off
       matrix, {size}, {matrix.stride(1)}, matrix.storage_offset() + row * matrix.stride(0) + offset * matrix.stride(1));
 }
 
-// matrix[row, offset : offset + size], which must be within it, = the `size` coordinates of `tensor`, divided by a
-// power of two. matrix: float64, two dimensions.
+// Writes the `size` coordinates of `tensor`, divided by `divisor` (a power of two), to
+// matrix[row, offset : offset + size], which must be within the matrix. matrix: float64, two dimensions.
 inline void flatten_into(
     const at::Tensor& matrix, int64_t row, int64_t offset, int64_t size, const at::Tensor& tensor,
     double divisor = 1.0) {

@@ -83,7 +83,7 @@ class SmallProblem {
   std::variant<at::Tensor, Changed> difference_entries(
       const Groups& groups, const at::Tensor& columns, double eps) const;
 
-  // The outputs at x + displacement (float64, shape (n,)), float64, shape (m,); or what func returned.
+  // The outputs at x + displacement (float64, shape (n,)): float64, shape (m,); or what changed about them.
   std::variant<at::Tensor, Changed> values_at(const at::Tensor& displacement) const;
 
   // The largest absolute and relative error, by output and part as in WholeBackward, and by input. Nothing if something

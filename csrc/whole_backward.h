@@ -37,7 +37,7 @@ struct WholeBackward {
 
 // Runs all VJPs: of zeros, of undefined grad_outputs, of one-hot ones as in vjp_rows, and of `cotangents`
 // (float64, shape (count, coordinates of all outputs)) in `layouts`; without cotangents, there are no products. The
-// sums of the rows may differ from the products by the smaller of atol and rtol times the largest sum. If an output has
+// sums of the rows may differ from the products by min(atol, rtol * the largest sum). If an output has
 // `fewest_vectorized` elements or more (0: never), its rows are one vectorized VJP, if the backward can be vectorized;
 // then pass 0 for `repeated`.
 WholeBackward whole_backward(

@@ -47,7 +47,7 @@ _free_connections: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDict
 
 
 class RankError(RuntimeError):
-    """A rank raised, exited, or did not answer in time."""
+    """The calls of the ranks differ, or a rank raised, exited, or did not answer in time."""
 
 
 @contextmanager

@@ -339,7 +339,10 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
     power = round(sum(powers) / len(powers), 2) if powers else 1.0
     if power != 1.0 and max(powers) - min(powers) < 0.01:
         if abs(power) < 0.01:
-            return "the gradient does not grow with grad_output: backward clamps it, uses only its sign, or ignores it"
+            return (
+                "the size of the gradient does not grow with grad_output: backward clamps or normalizes grad_output, "
+                "or uses only its sign"
+            )
         return f"backward raises grad_output to the power {power:g}"
     return (
         "backward clamps or rounds grad_output, multiplies its elements with each other, or is nonlinear in another way"

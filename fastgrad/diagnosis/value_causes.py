@@ -81,7 +81,9 @@ def of_sums(comparison: Comparison) -> Iterator[Cause]:
 
 def _zero(count: int, confidence: float, order: int, is_whole: bool = True) -> Cause:
     """The cause if wrong entries are zero; is_whole: whether all entries of their input elements may be zero."""
-    why = "a term is missing, or backward returns None for this gradient" if is_whole else "a term is missing"
+    why = "a term is missing"
+    if is_whole:
+        why += ", or backward returns None or excludes these elements"
     if order > 1:
         why = (
             "a term is missing, or backward treats a value as a constant; look for detach(), .data, no_grad(), and for "

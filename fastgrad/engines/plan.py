@@ -204,7 +204,7 @@ def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> B
 
 
 def _probes(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int, int]:
-    """Number of evaluations and VJPs that may be spent on finding a pattern, and the same if a pattern is likely."""
+    """How many calls may find a pattern: at first, and after probes have made a sparse pattern likely."""
     calls = 2 * problem.n + problem.m
     if settings.engine == "compressed":
         return max(64, calls), max(64, calls)

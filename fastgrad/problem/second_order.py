@@ -144,9 +144,11 @@ class Backward:
             return _all_differentiable(gradients, [*checked, *grad_outputs])
 
     def _not_recorded(self, arguments: tuple[Any, ...]) -> Sequence[Tensor | None]:
-        """The gradients, which are not recorded. If the last graph raises twice, no graph is used again.
+        """The gradients, which are not recorded.
 
-        An exception that the last graph does not raise again is raised here, because a new graph may raise it, too.
+        If the call raises on the kept graph, it is repeated. If it raises again, this graph may be unusable: the call
+        runs on a new graph, and no graph is reused from then on. Otherwise the exception does not come from the reuse,
+        and is raised.
         """
         unrecorded = self._unrecorded
         try:

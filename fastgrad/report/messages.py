@@ -452,9 +452,11 @@ def _batched_note(failure: Failure) -> str:
         suffix = " with forward-mode AD"
     else:
         who, keyword, what, suffix = "gradcheck or gradgradcheck", "check_batched_grad", "backward", ""
+    vectors = "tangents" if failure.mode == "forward" else "grad_outputs"
+    ending = "and raised" if failure.kind == "batched raises" else f"and compared with the {what} of each of them"
     return (
         f"{who} failed while testing batched gradient computation{suffix}: the {what} was run under vmap with two "
-        f"vectors, and compared with the {what} of each vector. The usual cause is a {what} that calls .item(), "
+        f"{vectors}, {ending}. The usual cause is a {what} that calls .item(), "
         f"branches on values, writes in place or depends on sizes. {keyword}=False disables this test."
     )
 

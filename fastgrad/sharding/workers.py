@@ -81,7 +81,11 @@ class Worker(Protocol):
     seconds: float
 
     def part(self, work: Work, begin: int, end: int) -> Any:
-        """Items begin, ..., end - 1 of some work, or None if something about them is unusual."""
+        """Items begin, ..., end - 1 of some work.
+
+        None if a gradient or tangent has an unexpected dtype or size, or is nonzero at an unspecified element; rank 0
+        then computes all items in one piece.
+        """
 
 
 def workers_of(group: object) -> Workers:

@@ -347,8 +347,9 @@ def pattern_mismatch(
     findings: Findings,
     mode: Mode = "reverse",
 ) -> Failure | None:
-    """The `mismatch_failure` of the first pair of a sparse Jacobian, in torch's order; real pairs in forward mode.
+    """The `mismatch_failure` of the first pair of output and input, in torch's order, that has one.
 
+    In forward mode, all tensors must be real.
     analytical, numerical: the entries in the pattern, float64, shape (nnz,).
     """
     for (output, part), block in itertools.product(row_parts(problem.outputs), problem.inputs):

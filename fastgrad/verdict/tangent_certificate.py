@@ -167,7 +167,7 @@ class TangentCertificate:
         columns = {block.first + k for block in inputs for k in one_hot_elements(block.size, self._settings.seed)}
         if self._runs_custom:
             n, count = self._problem.n, min(self._problem.n, MAX_CALLS)
-            # A mostly zero tangent replaces the last of many columns, which is near the last column of all.
+            # If not all columns are run, `_columns_agree` runs a mostly zero tangent in place of the last of these.
             columns.update(k * n // count for k in range(count - (n > count)))
         return sorted(columns)
 

@@ -581,7 +581,10 @@ def test_the_logarithm_of_zero_is_not_finite_in_either_mode(keywords: dict[str, 
     ("scaled", "text"),
     [
         (((-1.0, 2.0, 1.0), (4.0, 3.0, 16.0), (0.5, 0.5, 0.25)), "to the power 2"),
-        (((-1.0, 0.0, 1.0), (4.0, 0.75, 1.0), (0.5, 1.0, 1.0)), "does not grow with grad_output"),
+        (
+            ((-1.0, 0.0, 1.0), (4.0, 0.75, 1.0), (0.5, 1.0, 1.0)),
+            "the size of the gradient does not grow with grad_output",
+        ),
         (((-1.0, 2.0, 1.0), (4.0, 0.0, 4.0), (0.5, 0.0, 0.5)), "positive and negative grad_outputs differently"),
         (((-1.0, 0.0, 1.0), (4.0, 0.7, 1.2), (0.5, 0.2, 0.6)), "clamps or rounds"),
         (((-1.0, 0.3, 1.0), (4.0, 0.3, 4.0), (0.5, 0.3, 0.5)), "is nonlinear in another way"),

@@ -233,7 +233,7 @@ def test_a_passed_report_has_no_message() -> None:
     assert engine_line(report(None, seconds=2.5)).endswith("5 VJPs, 2.50 s")
 
 
-ZERO = "every wrong analytical entry is zero: a term is missing, or backward returns None for this gradient"
+ZERO = "every wrong analytical entry is zero: a term is missing, or backward returns None or excludes these elements"
 
 CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     "constant factor": ("probably every wrong analytical entry is 0.5 x the numerical one: the factor 2 is missing",),
