@@ -169,8 +169,9 @@ class _Entries:
     def _separates_sums(self, values: Tensor) -> bool:
         """Measures the columns of the numerical entries that differ most from `values`, one column at a time.
 
-        Next to a kink, the difference of a column group may contain entries that the pattern lacks. Returns False if
-        this explains all entries of these columns, and there are other columns.
+        Next to a kink, the difference of a column group may contain entries that the pattern lacks. If differences
+        change, all column groups are repeated, because func may also have returned other values once. Returns False if
+        no entry of the measured columns differs any more, and there are other columns.
         """
         excess = self._excess_of(values).nan_to_num(torch.inf)
         worst = (excess > 1).nonzero().reshape(-1)
@@ -178,19 +179,25 @@ class _Entries:
             return True
         columns = self.compression.columns[worst[excess[worst].argsort(descending=True)]].tolist()
         suspects = list(dict.fromkeys(columns))
-        for column in suspects[:MAX_SINGLE_COLUMNS]:
+        changes = [self._measure_column(column) for column in suspects[:MAX_SUSPECTS]]
+        if max(changes) <= self._settings.atol:
+            return True
+        for column in suspects[MAX_SUSPECTS:MAX_SINGLE_COLUMNS]:
             self._measure_column(column)
+        self.repeat_differences()
         measured = torch.tensor(suspects[:MAX_SINGLE_COLUMNS], device=excess.device)
         own = torch.isin(self.compression.columns, measured)
         return len(suspects) <= MAX_SINGLE_COLUMNS or not bool((self._excess_of(values[own], own) <= 1).all())
 
-    def _measure_column(self, column: int) -> None:
-        """Replaces the numerical entries of a column by differences for this column alone."""
+    def _measure_column(self, column: int) -> float:
+        """Replaces the numerical entries of a column by differences for this column alone; returns how they change."""
         within, excluded = self.compression.columns == column, self.compression.excluded_rows
         difference = self._problem.difference_columns(column, 1, self._settings.eps, self.plan.record_graph)
         if excluded is not None:
             difference.masked_fill_(excluded, 0.0)
-        self.numerical[within] = difference[0, self.compression.rows[within]]
+        before, own = self.numerical[within], difference[0, self.compression.rows[within]]
+        self.numerical[within] = own
+        return largest_change(before, own)
 
     def _excesses(self, entries: Tensor | slice) -> Tensor:
         """|analytical - numerical| divided by the allowed error, coordinate by coordinate: shape (entries,)."""

@@ -26,7 +26,7 @@ from fastgrad.model.loss_error import LossErrorExperiments, at, record
 from fastgrad.model.operations import AT_KINK, SCREEN_ERROR, check_operation
 from fastgrad.model.recorder import Recorder
 from fastgrad.model.step import Step
-from fastgrad.problem.arguments import as_tuple, check_is_finite
+from fastgrad.problem.arguments import as_tuple, check_has_no_cycle
 from fastgrad.problem.validation import check_kwargs, disabled_gradients, is_integer
 from fastgrad.report.model import ModelReport
 from fastgrad.report.model_data import EndToEnd, Finding, Operation
@@ -278,8 +278,8 @@ def _check_arguments(model: object, inputs: object, loss: object, kwargs: object
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of the model's output, or None, got {type(loss).__name__}.")
     check_kwargs(kwargs)
-    check_is_finite("inputs", inputs)
-    check_is_finite("kwargs", kwargs)
+    check_has_no_cycle("inputs", inputs)
+    check_has_no_cycle("kwargs", kwargs)
     if memory_limit is not None and not is_integer(memory_limit):
         raise TypeError(f"memory_limit must be a number of bytes, got {memory_limit!r}.")
     if memory_limit is not None and memory_limit < 0:

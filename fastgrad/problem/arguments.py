@@ -70,7 +70,7 @@ def _dataclass_children(value: Any) -> Children:
     return [(f".{name}", getattr(value, name)) for name in names], make
 
 
-def check_is_finite(name: str, value: Any) -> None:
+def check_has_no_cycle(name: str, value: Any) -> None:
     """Raises a ValueError if a container in a nested value contains itself; name: of the value, in the message."""
     names = {id(value): name}  # of the containers around the current one
     around: list[tuple[Any, str, Iterator[tuple[str, Any]]]] = [(value, name, _steps(value))]

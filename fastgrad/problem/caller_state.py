@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter, is_lazy
 
 from fastgrad.core import native, torch_private
 from fastgrad.core.memory import Parameters, Result
-from fastgrad.problem.arguments import check_is_finite, flatten
+from fastgrad.problem.arguments import check_has_no_cycle, flatten
 from fastgrad.problem.coordinates import own_values
 
 _PLAIN = frozenset({float, int, bool, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
@@ -64,7 +64,7 @@ def restores_caller_state(entry: Callable[Parameters, Result]) -> Callable[Param
             kept = SavedState(*arguments, *keywords.values())
         except RecursionError:
             for name, value in inspect.signature(entry).bind(*arguments, **keywords).arguments.items():
-                check_is_finite(name, value)
+                check_has_no_cycle(name, value)
             raise
         try:
             return entry(*arguments, **keywords)
