@@ -18,7 +18,7 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import SKETCH_DIRECTIONS
 from fastgrad.core.tensors import differ, largest, near
 from fastgrad.engines.blocks import REPEAT_SCALE
-from fastgrad.engines.grad_output_kinds import CONSTANT
+from fastgrad.engines.grad_output_kinds import CONSTANT, SMALL
 from fastgrad.engines.plan import sketch_size
 from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_vary, func_varies, weights
 from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screening_grad_outputs, weighted_grad_outputs
@@ -364,7 +364,7 @@ def _all_vjps(
         return None
     gradients, match = problem.vjps(made.vectors, made.layouts, made.only)
     check.vjps += len(made.only)
-    add_products(check, made.vectors[: made.of_all], gradients[: made.of_all])
+    add_products(check, *_at_one_scale(made, gradients))
     if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
         check.vjp_varies = True
         return None
@@ -395,6 +395,16 @@ def _all_vjps(
     if not problem.is_custom and not _zeros_are_zero(check):
         return None
     return gradients
+
+
+def _at_one_scale(made: ScreeningGradOutputs, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """The cotangents of all outputs and their VJPs, so that an error of any of them counts as much in their sum."""
+    vectors, products = made.vectors[: made.of_all], gradients[: made.of_all]
+    if made.positive < 0:
+        return vectors, products
+    scales = torch.ones(made.of_all, 1, dtype=torch.float64)
+    scales[made.positive] = 1 / SMALL
+    return vectors * scales, products * scales
 
 
 def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
@@ -473,8 +483,16 @@ def _agree(
     expanded, noise = made.expanded, CONSTANT * norm
     is_quiet = residuals[expanded] <= allowed[expanded] + 8 * noise
     allowed[expanded] += (8 if is_weighted else EXPANDED_MARGIN) * noise
-    agree = all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
-    return agree and (is_quiet or _same_if_contiguous(check, made.vectors[expanded], gradients[expanded]))
+    quiet_positive, positive = True, made.positive
+    if positive >= 0:
+        # All its elements have one sign, so the errors of many outputs may add up.
+        quiet_positive = residuals[positive] <= SMALL * (threshold + 8 * norm)
+        allowed[positive] = math.inf
+    return (
+        all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
+        and (is_quiet or _same_if_contiguous(check, made.vectors[expanded], gradients[expanded]))
+        and (quiet_positive or _positive_is_linear(check, made, gradients))
+    )
 
 
 def _same_if_contiguous(check: SmallCheck, vector: Tensor, gradient: Tensor) -> bool:
@@ -485,6 +503,20 @@ def _same_if_contiguous(check: SmallCheck, vector: Tensor, gradient: Tensor) -> 
     same = near(again[0], gradient, allowed + check.settings.nondet_tol * float(vector.abs().sum()))
     if not bool(same.all()):
         add_products(check, vector[None], again)
+    return bool(same.all())
+
+
+def _positive_is_linear(check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
+    """Whether the VJP of the small positive cotangent is the sum of VJPs of others, which are neither."""
+    rest = made.vectors[made.positive] / SMALL - made.vectors[REPEATED]
+    found = check.problem.vjps(rest[None], [Layout.CONTIGUOUS], [-1])[0]
+    check.vjps += 1
+    parts = torch.cat([gradients[REPEATED : REPEATED + 1], found])
+    allowed = check.settings.atol + check.settings.rtol * parts.abs().sum(0)
+    allowed += check.settings.nondet_tol * float(rest.abs().sum())
+    same = near(gradients[made.positive] / SMALL, parts.sum(0), allowed)
+    if not bool(same.all()):
+        add_products(check, rest[None], found)
     return bool(same.all())
 
 

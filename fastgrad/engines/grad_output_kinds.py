@@ -13,6 +13,9 @@ from fastgrad.engines.blocks import REPEAT_SCALE
 CONSTANT = 1.25
 """The value of a constant grad_output. It is not 1, so that a backward that assumes 1 is detected."""
 
+SMALL = 2.0**-10
+"""The factor of a small grad_output, such as that of a mean over a thousand elements. Powers of two are exact."""
+
 SPARSE_STRIDE = 17
 """A sparse grad_output has one nonzero element per this many elements. Kernels may take another path if more than three
 quarters of the elements are zero. The number is prime, so that sizes of tensors are rarely multiples of it."""

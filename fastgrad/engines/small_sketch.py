@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastgrad.core.native import Layout
 from fastgrad.engines.blocks import REPEAT_SCALE, one_hot_elements
+from fastgrad.engines.grad_output_kinds import SMALL
 from fastgrad.engines.sketch import cotangents
 
 REPEATED, RUNS = 1, 3
@@ -38,9 +39,9 @@ class ScreeningGradOutputs:
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
     zero, or are expanded. If there are several outputs, one cotangent is also run for each output separately. For
-    custom code, there are also one-hot grad_outputs. Without custom code, no cotangent is half zero, because the mostly
-    zero one shows how kernels treat zeros; it is nonzero at the last element of each output, where kernels may take
-    another path.
+    custom code, there are also one-hot grad_outputs, and one whose elements are positive and small. Without custom
+    code, no cotangent is half zero, because the mostly zero one shows how kernels treat zeros; it is nonzero at the
+    last element of each output, where kernels may take another path.
 
     Attributes
     ----------
@@ -61,6 +62,8 @@ class ScreeningGradOutputs:
         Numbers of the rows that equal row REPEATED, for each output separately.
     expanded
         Number of the row that is expanded.
+    positive
+        Number of the row whose elements are positive and small; -1: there is none.
     of_all
         Number of rows before those of `separate`.
     """
@@ -75,6 +78,7 @@ class ScreeningGradOutputs:
     one_hot: dict[int, int]
     separate: list[int]
     expanded: int
+    positive: int
     of_all: int
 
 
@@ -95,6 +99,7 @@ def weighted_grad_outputs(
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
     expanded, repeated = len(rows) - 1, rows[REPEATED][0]
     one_hot: dict[int, int] = {}
+    positive = -1
     if is_custom:
         found = _one_hot_coordinates(layout, seed)
         # One more coordinate, inside the outputs, because the rows of their last elements may be zero.
@@ -104,6 +109,8 @@ def weighted_grad_outputs(
             one[coordinate] = 1.0
             one_hot[len(rows)] = coordinate
             rows.append((one, Layout.CONTIGUOUS, output, 1.0))
+        positive = len(rows)
+        rows.append((rows[0][0].abs() * SMALL, Layout.CONTIGUOUS, -1, SMALL))
     else:
         mostly_zero = rows[expanded - 1][0]
         for first, width, elements in layout:
@@ -117,5 +124,16 @@ def weighted_grad_outputs(
     early = torch.stack([repeated * REPEAT_SCALE] + ([vectors[again]] if is_custom else []))
     early_only = [-1] + ([only[again]] if is_custom else [])
     return ScreeningGradOutputs(
-        torch.stack(vectors), layouts, only, shares, early, early_only, again, one_hot, separate, expanded, of_all
+        torch.stack(vectors),
+        layouts,
+        only,
+        shares,
+        early,
+        early_only,
+        again,
+        one_hot,
+        separate,
+        expanded,
+        positive,
+        of_all,
     )

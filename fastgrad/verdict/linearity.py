@@ -21,9 +21,10 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import COTANGENT_STREAM
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE, JacobianBlock, one_hot_elements
-from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, NON_CONTIGUOUS, GradOutputKind
+from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, NON_CONTIGUOUS, SMALL, GradOutputKind
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure, Part
 from fastgrad.report.settings import Settings
@@ -455,6 +456,28 @@ def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, grad
     return _sum_failure(problem, settings, gradient, scaled, "for a random grad_output", addends)
 
 
+def small_positive_failure(
+    problem: Problem | SmallBackward, settings: Settings, cotangent: Tensor, gradient: Tensor
+) -> Failure | None:
+    """The failure if a small positive cotangent does not give the sum of VJPs of others, which are neither.
+
+    cotangent: random, with both signs, shape (m,); gradient: its VJP, shape (n,).
+    """
+    positive = cotangent.abs().flip(0)  # other magnitudes than those of the cotangent, so that the rest has both signs
+    multiple = f"{1 / SMALL:g}"
+    which = f"for a positive grad_output with elements near 1/{multiple}"
+    addends = f"those for two grad_outputs that add up to {multiple} times this one, divided by {multiple},"
+
+    def failure(gradients: Tensor) -> Failure | None:
+        return _sum_failure(problem, settings, gradients[0] / SMALL, gradients[1:], which, addends, SMALL)
+
+    rest = [positive - cotangent] if problem.m > 1 else []
+    vectors = torch.stack([positive * SMALL, *rest, cotangent])
+    if failure(torch.cat([problem.vjp(vectors[:-1]), gradient[None]])) is None:
+        return None
+    return failure(problem.vjp(vectors)) or nondeterministic(problem.outputs[0])
+
+
 def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
     """The failure if a VJP is not the sum of the VJPs of single outputs, whose other grad_outputs are undefined."""
     if len(problem.outputs) == 1:
@@ -466,17 +489,25 @@ def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gr
 
 
 def _sum_failure(
-    problem: Problem, settings: Settings, gradient: Tensor, parts: Tensor, which: str, addends: str
+    problem: Problem | SmallBackward,
+    settings: Settings,
+    gradient: Tensor,
+    parts: Tensor,
+    which: str,
+    addends: str,
+    scale: float = 1.0,
 ) -> Failure | None:
-    """The failure if a gradient, shape (n,), differs from the sum of parts, shape (count, n), beyond the tolerance."""
+    """The failure if a gradient, shape (n,), differs from the sum of parts, shape (count, n), beyond the tolerance.
+
+    scale: the factor of the numbers in the failure's text.
+    """
     total = parts.sum(0)
     atol, rtol = tolerances(problem, settings)
-    allowed = atol + rtol * parts.abs().sum(0)
     # A sum of finite parts may overflow: not compared. A part that is not finite is wrong if the gradient is finite.
-    known = total.isfinite() | (gradient.isfinite() & ~parts.isfinite().all(0))
-    wrong = ~((gradient - total).abs() <= allowed) & known
+    differs = ~((gradient - total).abs() <= atol + rtol * parts.abs().sum(0)) & total.isfinite()
+    wrong = differs | (gradient.isfinite() & ~parts.isfinite().all(0))
     if not bool(wrong.any()):
         return None
     coordinate = int(wrong.nonzero()[0])
-    block, numbers = block_with(problem.inputs, coordinate), (gradient[coordinate].item(), total[coordinate].item())
+    block, numbers = block_with(problem.inputs, coordinate), [scale * of[coordinate].item() for of in (gradient, total)]
     return nonlinear_sum("reverse", block, coordinate, which, addends, *numbers)

@@ -22,7 +22,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.linearity import linearity_cotangents
+from fastgrad.verdict.linearity import linearity_cotangents, small_positive_failure
 from fastgrad.verdict.negation import nonlinear_component
 from fastgrad.verdict.repeated_rows import gradients_agree, nondeterministic, nondeterministic_func
 
@@ -199,7 +199,13 @@ class RepeatedCalls:
             raise self._raised
         if self._varying_output is not None:
             return nondeterministic(self._varying_output)
-        failure = None if self._summed is None else self._sum_failure(*self._summed)
+        failure = None
+        if self._known is not None and not one_round:
+            failure = small_positive_failure(
+                self._problem, self._settings, self._cotangents(range(1))[0], self._known[0]
+            )
+        if failure is None and self._summed is not None:
+            failure = self._sum_failure(*self._summed)
         if failure is not None or self._known is None:
             return failure
         varying = self._first_varying(self._known, self._order(one_round))

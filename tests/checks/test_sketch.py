@@ -359,6 +359,18 @@ def test_a_path_for_sparse_grad_outputs(n: int, wrong: Callable[[Tensor], Tensor
     assert report.failure.kind == "nonlinear"
 
 
+@pytest.mark.parametrize("n", [3, 40, 2000, LARGE])
+@pytest.mark.parametrize(
+    "is_special",
+    [lambda g: bool((g > 0).all() and g.amin() < g.amax()), lambda g: 0 < float(g.abs().amax()) < 0.01],
+    ids=["positive", "small"],
+)
+def test_a_path_for_positive_or_small_grad_outputs(n: int, is_special: Callable[[Tensor], bool]) -> None:
+    report = fast(doubled(lambda gradient, _: 1.5 * gradient if is_special(gradient) else gradient), normal(n))
+    assert report.failure is not None
+    assert report.failure.kind == "nonlinear"
+
+
 @pytest.mark.parametrize("most", [4.0, 5.0])
 def test_clamps_of_large_grad_outputs(most: float) -> None:
     def change(gradient: Tensor, _: int) -> Tensor:
