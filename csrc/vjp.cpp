@@ -186,8 +186,9 @@ at::Tensor gapped_and_transposed(const at::Tensor& output) {
 // row. They are kept on the device of the gradients until all are computed, because reading them waits for the device.
 class UnspecifiedEntries {
  public:
-  void add(const at::Tensor& gradient, const at::Tensor& elements, int64_t row) {
-    const at::Tensor others = gradient.clone().index_fill_(0, elements, 0);
+  // divisor: a power of two.
+  void add(const at::Tensor& gradient, const at::Tensor& elements, int64_t row, double divisor) {
+    const at::Tensor others = gradient.div(divisor).index_fill_(0, elements, 0);
     if (others.numel() == 0) {
       return;
     }
@@ -258,7 +259,7 @@ void flatten_gradients(
     gradient = with_domain_of(inputs[k].origin, as_strided_layout(gradient));
     if (inputs[k].elements.defined()) {
       gradient = gradient.reshape({-1});
-      unspecified[static_cast<int64_t>(k)].add(gradient, inputs[k].elements, row);
+      unspecified[static_cast<int64_t>(k)].add(gradient, inputs[k].elements, row, divisor);
       gradient = gradient.index_select(0, inputs[k].elements);
     }
     flatten_into(rows, row, offset, size, gradient, divisor);
@@ -539,10 +540,7 @@ GradientsMatch vjp_groups(
     }
     const std::vector<at::Tensor> gradients = runner.vjp({cotangent});
     const BelowAutograd guard;
-    flatten_gradients(gradients, inputs, into, 0, match, unspecified);
-    if (scale != 1.0) {
-      into.div_(scale);
-    }
+    flatten_gradients(gradients, inputs, into, 0, match, unspecified, scale);
   };
   for (int64_t g = 0; g < groups.count(); ++g) {
     const auto [begin, end] = groups.coordinates_of(g);

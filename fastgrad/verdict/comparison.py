@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fastgrad.core.native import WholeBackward, ops
 from fastgrad.core.phases import phase
-from fastgrad.core.tensors import element_index
+from fastgrad.core.precision import excess
+from fastgrad.core.tensors import element_index, element_number
 from fastgrad.problem.coordinates import Block, per_coordinate
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
@@ -150,7 +151,7 @@ class PairComparison:
     largest_relative: float = 0.0
     sums: list[float] = field(default_factory=lambda: [0.0] * 4)
     matrices: tuple[Tensor, Tensor] | None = None
-    unspecified: bool = False
+    unspecified: list[Entry] = field(default_factory=list)
     failing: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
     dependent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     has_many_dependents: bool = False
@@ -257,12 +258,18 @@ class PairComparison:
     def _extent(self) -> Extent:
         """The positions of the entries that differ."""
 
-        def along(block: Block, elements: Tensor) -> tuple[Span, ...]:
+        def along(block: Block, elements: Tensor, others: list[tuple[int, ...]]) -> tuple[Span, ...]:
+            shape = block.tensor.shape
             numbers = elements if block.elements is None else block.elements[elements.cpu()]
-            return spans(numbers, block.tensor.shape)
+            more = numbers.new_tensor([element_number(index, shape) for index in others])
+            return spans(torch.cat([numbers, more]), shape)
 
-        outputs, inputs, *_ = self._failing()
-        return Extent(along(self.output, outputs), along(self.input, inputs))
+        nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
+        outputs, inputs = self._failing()[:2] if self.failing else (nothing, nothing)
+        return Extent(
+            along(self.output, outputs, [entry.output_index for entry in self.unspecified]),
+            along(self.input, inputs, [entry.input_index for entry in self.unspecified]),
+        )
 
     def suspects(self, part: Part) -> Suspects:
         """The entries that differ (at least one), the one with the largest ratio of difference to tolerance first."""
@@ -304,8 +311,10 @@ class PairComparison:
             entry = Entry(self.output.element_index(row), index, value, 0.0, atol)
             if math.isfinite(modulus(value)):
                 self.largest_absolute = max(self.largest_absolute, modulus(value))
-            self.worst = self.worst or entry
-            self.unspecified = True
+            self.unspecified.append(entry)
+            ratio = excess(entry.difference, entry.allowed)
+            if self.worst is None or not ratio <= self.worst_excess:
+                self.worst, self.worst_excess = entry, ratio
 
     def sample(self) -> Sample | None:
         """All entries of a sparse Jacobian, right and wrong ones; None for a dense one, whose blocks are not kept."""
@@ -341,7 +350,7 @@ class PairComparison:
             analytical=analytical,
             numerical=numerical,
             worst_entries=worst,
-            extent=self._extent() if self.failing else None,
+            extent=self._extent() if self.mismatches else None,
             on_pattern=self.on_pattern,
             exhaustive=not self.unspecified,  # only one entry of each block is kept
         )

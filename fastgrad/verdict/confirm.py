@@ -370,6 +370,24 @@ def pattern_mismatch(
     return None
 
 
+def _with_worst(pair: PairComparison, remeasured: RemeasuredEntry | None, worst: tuple[Entry, ...]) -> Comparison:
+    """The comparison of a pair, with its worst entry: a re-measured one, or one that a sparse input does not specify.
+
+    remeasured, worst: the results of `_worst_remeasured`, if any.
+    """
+    unspecified = sorted(pair.unspecified, key=_excess, reverse=True)
+    first = unspecified[0] if remeasured is None else remeasured.entry
+    if unspecified and _excess(unspecified[0]) > _excess(first):
+        first = unspecified[0]
+    unclear = pair.mismatches - len(unspecified)
+    if remeasured is not None:
+        within = 0 if remeasured.numerical_issue else pair.within(CLEAR_DIFFERENCE * remeasured.noise)
+        unclear = min(within, unclear - 1 - len(remeasured.others))
+    if unspecified:
+        worst = tuple(sorted([*worst, *unspecified], key=_excess, reverse=True)[:MAX_WORST])
+    return replace(pair.result(), worst=first, worst_entries=worst, unclear=unclear)
+
+
 def mismatch_failure(
     problem: Problem,
     plan: Plan,
@@ -386,11 +404,11 @@ def mismatch_failure(
     if not pair.mismatches:
         findings.add_pair(pair.pair(part, agrees=True))
         return None
-    comparison = pair.result()
     remeasured: RemeasuredEntry | None = None
-    if not pair.unspecified:
+    worst: tuple[Entry, ...] = ()
+    if pair.failing:
         remeasured, worst = _worst_remeasured(problem, plan, pair, pair.suspects(part), settings, findings, group_of)
-        if remeasured is None:
+        if remeasured is None and not pair.unspecified:
             findings.notes.append(
                 f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
                 f"{pair.input.index} differ at eps={settings.of(pair.input.index).eps:g} and agree when measured "
@@ -398,9 +416,10 @@ def mismatch_failure(
             )
             findings.add_pair(pair.pair(part, agrees=True))
             return None
-        unclear = 0 if remeasured.numerical_issue else pair.within(CLEAR_DIFFERENCE * remeasured.noise)
-        unclear = min(unclear, pair.mismatches - 1 - len(remeasured.others))
-        comparison = replace(comparison, worst=remeasured.entry, worst_entries=worst, unclear=unclear)
+    comparison = _with_worst(pair, remeasured, worst)
+    is_unspecified = comparison.worst in pair.unspecified
+    if is_unspecified:
+        remeasured = None  # what it shows is a property of another entry than the worst one
     findings.add_pair(pair.pair(part, agrees=False))
     findings.sample = pair.sample()
     return Failure.at(
@@ -410,7 +429,7 @@ def mismatch_failure(
         part=part,
         mode=pair.mode,
         comparison=comparison,
-        detail=remeasured.detail if remeasured else UNSPECIFIED if pair.unspecified else "",
+        detail=remeasured.detail if remeasured else UNSPECIFIED if is_unspecified else "",
         numerical_issue=remeasured.numerical_issue if remeasured else None,
         convergence=remeasured.convergence if remeasured else (),
     )

@@ -156,3 +156,51 @@ def test_rounding_hides_small_entries_but_not_a_large_wrong_one(size: int, keywo
     right = fastgrad.check(lambda x: x.sum() + 1e15 * x[1], (x,), **keywords)
     assert right.verdict == "not converged", str(right)
     assert any("rounding hides the change of func" in cause.text for cause in right.causes)
+
+
+class MaskedCube(torch.autograd.Function):
+    """The sum of cubes of a CSR tensor; backward returns `beside` at unspecified elements, and is off at [1, 0]."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, beside: float, factor: float) -> Tensor:
+        ctx.save_for_backward(s)
+        ctx.beside, ctx.factor = beside, factor
+        return s.to_dense().pow(3).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        values = ctx.saved_tensors[0].to_dense()
+        gradient = torch.where(values == 0, ctx.beside, 3 * values * values)
+        gradient[1, 0] *= ctx.factor
+        return gradient * grad_output, None, None
+
+
+@pytest.mark.parametrize(
+    ("beside", "factor", "worst", "says"),
+    [
+        (0.5, 1.0, (0, 0), True),  # only elements that are not specified
+        (0.5, 1.25, (0, 0), True),
+        (1e-3, 1.5, (1, 0), False),  # the specified element exceeds its tolerance more
+    ],
+)
+def test_the_reason_is_that_of_the_entry_shown(
+    beside: float, factor: float, worst: tuple[int, int], says: bool
+) -> None:
+    dense = torch.tensor([[0.0, 1.5], [3.0, 0.0]], dtype=torch.float64)
+    inputs = (dense.to_sparse_csr().requires_grad_(), beside, factor)
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        fastgrad.gradcheck(MaskedCube.apply, inputs, masked=True)
+    failure = raised.value.report.failure
+    comparison = failure.comparison
+    assert comparison.worst.input_index == worst
+    assert comparison.largest_absolute == pytest.approx(max(beside, 27 * (factor - 1)), rel=1e-6)
+    assert ("does not specify" in failure.detail) == says
+    assert comparison.mismatches == 1 + (factor != 1)
+    assert comparison.extent.input[0].count == (1 if factor == 1 else 2)
+
+
+def test_a_gradient_within_its_tolerance_at_unspecified_elements_passes() -> None:
+    dense = torch.tensor([[0.0, 1.5], [3.0, 0.0]], dtype=torch.float64)
+    # VJPs also run for multiples of a grad_output, whose gradients are as many times larger.
+    inputs = (dense.to_sparse_csr().requires_grad_(), 5e-6, 1.0)
+    assert fastgrad.gradcheck(MaskedCube.apply, inputs, masked=True, atol=1e-5)

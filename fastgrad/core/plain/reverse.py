@@ -51,9 +51,9 @@ class GradientsMatch:
     movement: float = 0.0
     unspecified: dict[int, UnspecifiedEntry] = field(default_factory=dict)
 
-    def update_largest(self, k: int, gradient: Tensor, elements: Tensor, row: int) -> None:
-        """Updates the largest entry at unspecified elements of a sparse input."""
-        others = gradient.clone().index_fill_(0, elements, 0)
+    def update_largest(self, k: int, gradient: Tensor, elements: Tensor, row: int, divisor: float) -> None:
+        """Updates the largest entry, divided by a power of two, at unspecified elements of a sparse input."""
+        others = gradient.div(divisor).index_fill_(0, elements, 0)
         if others.numel() == 0:
             return
         element = int(others.abs().argmax())  # argmax finds a NaN, if there is one
@@ -246,7 +246,7 @@ def _flatten_gradients(
         gradient = with_domain_of(block.origin, gradient)
         if block.elements is not None:
             gradient = gradient.reshape(-1)
-            match.update_largest(i, gradient, block.elements, k)
+            match.update_largest(i, gradient, block.elements, k, scale)
             gradient = gradient.index_select(0, block.elements)
         ops.flatten_(segment, gradient)
         segment.div_(scale)
