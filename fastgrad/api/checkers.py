@@ -29,7 +29,7 @@ from fastgrad.checks.order import verdict
 from fastgrad.core.errors import warn
 from fastgrad.problem.arguments import Call, Wrt, as_tuple, check_callable, flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
-from fastgrad.problem.second_order import Backward, grad_outputs_for, made_by
+from fastgrad.problem.second_order import Backward, grad_outputs_for, gradient_names, made_by
 from fastgrad.problem.validation import check_kwargs
 from fastgrad.report.messages import undecided_text
 from fastgrad.report.report import Report
@@ -90,9 +90,9 @@ def gradcheck(
     Every entry of the Jacobian of every differentiable output with respect to every input that
     requires grad is compared: ``|analytical - numerical| <= atol + rtol |numerical|``. For a complex
     output, its imaginary and its real part are checked as two real functions. For a complex input, an
-    entry is the conjugate Wirtinger derivative, and ``|...|`` is the modulus. The backward must also
-    be deterministic and linear in grad_output, return zeros for a grad_output of zeros, and accept
-    undefined grad_outputs.
+    entry is twice the conjugate Wirtinger derivative, which is the gradient by torch's convention, and
+    ``|...|`` is the modulus. The backward must also be deterministic and linear in grad_output, return
+    zeros for a grad_output of zeros, and accept undefined grad_outputs.
 
     Parameters
     ----------
@@ -340,8 +340,8 @@ def check(
         nested lists, tuples, dicts, dataclasses and other containers of torch's pytree. Everything else is passed
         to func unchanged. Every call gets new containers with the caller's tensors.
     order
-        1: the gradients of func, as in `gradcheck`; 2: the gradients of its backward, as in `gradgradcheck`; 3 and
-        4: the gradients of the backward of that backward, with random grad_outputs, once or twice more.
+        1: the gradients of func, as in `gradcheck`; 2: the gradients of its backward, as in `gradgradcheck`; 3: the
+        gradients of the backward of that backward, with random grad_outputs; 4: the same once more.
     kwargs
         Keyword arguments of func; tensors in them are checked like those of inputs.
     wrt
@@ -522,7 +522,7 @@ def _higher_order_report(
         grads = grad_outputs_for(backward, arguments, made, settings.seed + order)
         with SavedState(arguments):
             found = backward(*arguments)  # results that are constants get no grad_output
-        named = zip(_names_of_gradients(known, backward), found, strict=True)
+        named = zip(gradient_names(known, backward), found, strict=True)
         results = [name for name, value in named if value.requires_grad]
         known = tuple(name for name, value in zip(names, arguments, strict=True) if value.requires_grad)
         backward = Backward(backward, arguments, grads, made)
@@ -531,13 +531,8 @@ def _higher_order_report(
         arguments, names = arguments + grads, (*names, *(f"{which} of {result}" for result in results))
     checked = [name for name, value in zip(names, arguments, strict=True) if value.requires_grad]
     own_settings = with_per_input(settings, own, checked)
-    output_names = partial(_names_of_gradients, known, backward)
+    output_names = partial(gradient_names, known, backward)
     return _named(output_names, backward, arguments, own_settings, make, names, partition)
-
-
-def _names_of_gradients(names: Sequence[str], backward: Backward) -> tuple[str, ...]:
-    """Names of the results of a backward; names: those of its inputs."""
-    return tuple(f"grad({name})" for name, exists in zip(names, backward.exist, strict=True) if exists)
 
 
 def _reference_of_backward(

@@ -12,7 +12,7 @@ import torch
 
 from fastgrad._version import __version__
 from fastgrad.problem.problem import Problem
-from fastgrad.problem.second_order import Backward
+from fastgrad.problem.second_order import Backward, gradient_names
 from fastgrad.problem.signature import function_name, kind_of, parameter_names, source_of
 from fastgrad.report.data import Environment
 from fastgrad.report.failure import Subject
@@ -21,8 +21,9 @@ from fastgrad.report.failure import Subject
 def subject(func: Callable[..., Any], problem: Problem) -> Subject:
     """The checked function, for a report."""
     parameters = parameter_names(func)
+    results: tuple[str, ...] = ()
     if isinstance(func, Backward):
-        parameters = parameters[: func.count]  # the parameters are followed by the grad_outputs
+        parameters, results = _names_in_second_order(func, problem, parameters)
     kinds = {block.position: kind_of(block.tensor) for block in problem.inputs}
     return Subject(
         function_name(func),
@@ -31,7 +32,21 @@ def subject(func: Callable[..., Any], problem: Problem) -> Subject:
         tuple(kind_of(block.tensor) for block in problem.outputs),
         source_of(func),
         os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0],
+        results,
     )
+
+
+def _names_in_second_order(
+    backward: Backward, problem: Problem, parameters: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the arguments of a backward and of its results; parameters: the names of func's parameters."""
+    numbers = {block.position: block.index for block in problem.inputs}
+    names = list(parameters[: backward.count])
+    names += [f"in{numbers[i]}" if i in numbers else "" for i in range(len(names), backward.count)]
+    checked = [names[i] for i in sorted(numbers) if i < backward.count]
+    several = backward.grad_output_count > 1
+    names += [f"grad_outputs[{k}]" if several else "grad_output" for k in range(backward.grad_output_count)]
+    return tuple(names), gradient_names(checked, backward)
 
 
 @lru_cache(8)

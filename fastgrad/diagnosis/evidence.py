@@ -75,9 +75,10 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
     def _name_of(self, block: Block) -> str:
         """The name of an input in the message: the parameter of func, or its path."""
         subject = self._report.subject
-        if subject is None or self._report.input_names or block.position >= len(subject.parameters):
+        if self._report.input_names:
             return self._problem.name_of(block)
-        return subject.parameters[block.position]
+        names = subject.parameters if subject is not None else ()
+        return names[block.position] if block.position < len(names) else f"in{block.index}"
 
     def _hypotheses(self, hypotheses: Hypotheses, sample: Sample | None) -> tuple[Cause, ...]:
         """Tests hypotheses by random sums over all entries until one explains them.

@@ -81,8 +81,8 @@ class Backward:
     forward pass is used again. The first time, a new forward pass tests that this gives the same gradients. If the last
     graph raises exceptions, but a new one does not, no graph is used again.
 
-    made: how the grad_outputs were made, for messages. count: number of the inputs, which come first. exist: which
-    inputs had a gradient in the last call.
+    made: how the grad_outputs were made, for messages. count, grad_output_count: number of the inputs, which come
+    first, and of the grad_outputs. exist: which inputs that require grad had a gradient in the last call.
     """
 
     _positions: Sequence[int] = ()
@@ -99,7 +99,7 @@ class Backward:
     ) -> None:
         self.made = made
         self._func = self.__wrapped__ = func
-        self.count = len(inputs)
+        self.count, self.grad_output_count = len(inputs), len(grad_outputs)
         self._inputs = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
         self._grad_outputs = [i for i, value in enumerate(grad_outputs) if value.requires_grad]
         self._record_forward = torch.is_grad_enabled()
@@ -188,6 +188,11 @@ class Backward:
         pull_back = torch.func.vjp(outputs, *[given[i] for i in self._inputs])[1]
         gradients = pull_back(arguments[self.count :])
         return tuple([gradient for gradient, exists in zip(gradients, self.exist, strict=True) if exists])
+
+
+def gradient_names(names: Sequence[str], backward: Backward) -> tuple[str, ...]:
+    """The names of the results of a backward; names: those of func's inputs that require grad."""
+    return tuple(f"grad({name})" for name, exists in zip(names, backward.exist, strict=True) if exists)
 
 
 def _raises_again(unrecorded: native.UnrecordedBackward, arguments: tuple[Any, ...]) -> bool:

@@ -63,8 +63,8 @@ class Entry:
     input_index
         The element of the input.
     analytical
-        The derivative by autograd. For a complex input, it is complex: the conjugate Wirtinger derivative, as torch
-        reports it.
+        The derivative by autograd. For a complex input, it is complex: twice the conjugate Wirtinger derivative, as in
+        torch.
     numerical
         The derivative by differences.
     allowed
@@ -216,7 +216,7 @@ class Subject:
     function
         The name of func; empty if it has none.
     parameters
-        Names of func's arguments, as far as known.
+        Names of func's arguments, as far as known; in second order, they are followed by those of the grad_outputs.
     inputs
         Dtype and shape of each of func's arguments up to the last checked one, for example ``float64[3, 4]``; empty for
         an argument that is not checked.
@@ -226,6 +226,8 @@ class Subject:
         File and line of the custom backward, or of func if it has none: ``ops.py:12``; empty if unknown.
     test
         Under pytest, the id of the test that was running; otherwise empty.
+    results
+        In second order, the names of the gradients that are differentiated: ``grad(x)``; otherwise empty.
     """
 
     function: str = ""
@@ -234,6 +236,7 @@ class Subject:
     outputs: tuple[str, ...] = ()
     source: str = ""
     test: str = ""
+    results: tuple[str, ...] = ()
 
 
 class Place(Protocol):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fastgrad.report import rounding_text
 from fastgrad.report.data import Certificate, Pair, ReportData
-from fastgrad.report.failure import Comparison, Entry, Extent, Failure, FailureKind, Span, Subject
+from fastgrad.report.failure import Comparison, Entry, Extent, Failure, FailureKind, Span, Subject, modulus
 from fastgrad.report.rounding_text import index_text
 from fastgrad.report.settings import Settings, Tolerances
 
@@ -41,6 +41,9 @@ MAX_PAIRS = 8
 
 MIN_EXCESS = 0.01
 """If the worst entry's error exceeds the largest error at eps by more than this share, a message adds "at eps"."""
+
+UNIT_ROUNDOFF = 2.0**-53
+"""Largest relative error of a number that is rounded to float64."""
 
 MAX_LISTED_INDICES = 4
 """Largest number of indices along a dimension that a message lists one by one."""
@@ -144,11 +147,16 @@ def jacobian_name(report: ReportData, found: Failure | Pair) -> str:
 
 
 def names_of(report: ReportData, found: Failure | Pair) -> tuple[str, str]:
-    """The names of an output and an input: paths if there are any, otherwise out0 and in1."""
+    """The names of an output and an input: paths or names if there are any, otherwise out0 and in1.
+
+    In second order, an output is a gradient, and an input may be a grad_output.
+    """
     output, input_ = f"out{found.output}", f"in{found.input}"
-    position = found.input_position
-    if report.subject is not None and position is not None and position < len(report.subject.parameters):
-        input_ = report.subject.parameters[position]
+    position, subject = found.input_position, report.subject or Subject()
+    if position is not None and position < len(subject.parameters):
+        input_ = subject.parameters[position]
+    if found.output_position is not None and found.output_position < len(subject.results):
+        output = subject.results[found.output_position]
     if report.output_names and found.output_position is not None:
         output = report.output_names[found.output_position]
     if report.input_names and found.input_position is not None:
@@ -508,7 +516,10 @@ def entry_name(names: tuple[str, str], entry: Entry) -> str:
 
 def numerical_text(entry: Entry) -> str:
     """An entry's numerical value, with its error estimate if there is one."""
-    return f"{_number(entry.numerical)}{'' if entry.error is None else f' +- {entry.error:.0e}'}"
+    if entry.error is None:
+        return _number(entry.numerical)
+    # All differences may be equal, as at a kink. The rounding of the value itself is an error nevertheless.
+    return f"{_number(entry.numerical)} +- {max(entry.error, UNIT_ROUNDOFF * modulus(entry.numerical)):.0e}"
 
 
 def _number(value: complex) -> str:
@@ -562,11 +573,11 @@ def _causes(report: ReportData) -> list[str]:
 def _positions(report: ReportData, failure: Failure) -> list[str]:
     """A line that says which tensors the numbers in torch's phrases mean; they count only differentiable tensors."""
     places = []
-    if report.input_names:
+    if report.input_names or (report.subject is not None and report.subject.results):
         output, input_ = names_of(report, failure)
         if failure.output is not None:
             places.append(f"output {failure.output} is {output}")
-        if failure.input is not None:
+        if failure.input is not None and input_ != f"in{failure.input}":
             places.append(f"input {failure.input} is {input_}")
         return [f"  where      {'; '.join(places)}"] if places else []
     if failure.output is not None and failure.output != failure.output_position:

@@ -19,6 +19,7 @@ from fastgrad.report.messages import engine_line, failure_message, verdict_line
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 from tests.planted.causes import CAUSES
+from tests.planted.row import function
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +244,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "probably the analytical Jacobian is the transpose of the numerical one: backward applies the matrix, "
         "kernel or scan of forward instead of its transpose (for a convolution, the flipped kernel)",
     ),
-    "rolled": ("probably grad_output is shifted by -2 along dimension 1",),
+    "rolled": ("probably grad_output is shifted by 2 along dimension 1",),
     "permuted": (
         "probably grad_output has the right values at wrong positions: backward applies a permutation instead of its "
         "inverse, or the inverse instead of the permutation",
@@ -284,16 +285,16 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "and there every wrong analytical entry is 0.5 x the numerical one: the factor 2 is missing",
     ),
     "swapped gradients": (
-        "probably the gradient of input 0 is that of input 1: backward returns gradients in the wrong order",
+        "probably the gradient of in0 is that of in1: backward returns gradients in the wrong order",
     ),
     "repeated gradient": (
-        "probably backward returns the gradient of input 0 twice: for input 0, where it is right, and for input 1",
+        "probably backward returns the gradient of in0 twice: for in0, where it is right, and for in1",
     ),
     "missing term": (
         "probably every wrong analytical entry is too small by 1: backward omits or adds a term that is linear in "
         "the input, for example a residual connection",
     ),
-    "missing factor": ("probably the gradient of input 0 must also be multiplied by input 1",),
+    "missing factor": ("probably the gradient of in0 must also be multiplied by in1",),
     "overwritten": (
         "probably the gradient of each element of in0 comes from only one of the outputs that the element affects: for "
         "repeated indices or overlapping windows, gradients are assigned instead of accumulated",
@@ -326,7 +327,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "probably backward writes into grad_output, which other nodes also read: write into a new tensor instead",
     ),
     "dependent inputs": (
-        "probably input 1 was computed from input 0; autograd includes this dependence, and differences do not: "
+        "probably in1 was computed from in0; autograd includes this dependence, and differences do not: "
         "pass independent tensors, for example tensor.detach().requires_grad_()",
     ),
     "truncation": (
@@ -335,7 +336,7 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
     ),
     "rounding": (
         "probably rounding hides the change of func over a step of eps = 1e-06: one ulp of func's value, divided by "
-        "eps, is 2.2e+02; use a larger eps, or subtract a constant offset from the values",
+        "eps, is at most 2.2e+02; use a larger eps, or subtract a constant offset from the values",
     ),
     "discontinuity": (
         "probably func is discontinuous at the inputs: its value changes by 1e-06 from one side to the other, however "
@@ -375,6 +376,41 @@ def test_probable_causes_in_words(cause: CauseName) -> None:
     assert [line.endswith(f" ({measure})") for line, measure in zip(lines, measures, strict=True)] == [True] * len(
         lines
     )
+
+
+def _product(wrong: str) -> Callable[..., Any]:
+    """The product of x and y. A derivative of the gradient of x is wrong: that with respect to y, or to grad_output."""
+    half = function(lambda t: 1 * t, lambda g, _: g / 2)
+    return function(
+        lambda x, y: x * y,
+        lambda g, x, y: (half(g) * y if wrong == "grad_output" else g * half(y), g * x),
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "worst"), [("in1", "d grad(in0)[0] / d in1[0]"), ("grad_output", "d grad(in0)[0] / d grad_output[0]")]
+)
+def test_second_order_names_gradients_and_grad_outputs(wrong: str, worst: str) -> None:
+    x, y = (torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (2.0, 3.0))
+    with pytest.raises(fastgrad.GradcheckError) as raised:
+        fastgrad.gradgradcheck(_product(wrong), (x, y))
+    text = str(raised.value)
+    assert f"gradient of {wrong} (float64[1]) through grad(in0) is wrong in 1 of 1 entry" in text
+    assert f"  worst      {worst}   " in text
+    where = "output 0 is grad(in0)" + ("; input 2 is grad_output" if wrong == "grad_output" else "")
+    assert f"  where      {where}\n" in text
+
+
+def test_one_of_several_grad_outputs_is_named_by_its_number() -> None:
+    half = function(lambda t: 1 * t, lambda g, _: g / 2)
+    func = function(lambda x: (x.sin(), 2 * x), lambda g, h, x: g * x.cos() + 2 * half(h))
+    with pytest.raises(fastgrad.GradcheckError, match=r"gradient of grad_outputs\[1\] \(float64"):
+        fastgrad.gradgradcheck(func, torch.ones(2, dtype=torch.float64, requires_grad=True))
+
+
+def test_a_value_is_not_more_accurate_than_its_rounding() -> None:
+    with pytest.raises(fastgrad.GradcheckError, match=r"numerical 0\.5 \+- 6e-17"):
+        fastgrad.gradcheck(torch.relu, torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True))
 
 
 def test_three_causes_at_most_and_none_without_evidence() -> None:
