@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from fastgrad.core.precision import LOWER
-from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_jvp, of_sample, of_sums
+from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_jvp, of_sample, of_sums, of_tangents
 from fastgrad.problem.validation import DISABLED
 from fastgrad.report.evidence import Cause, CauseName, Evidence
 from fastgrad.report.failure import Entry, Failure, modulus
@@ -45,8 +45,11 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
             of_entries = of_sample(sample, report, failure, own)
         elif is_known and failure.comparison is not None:
             of_entries = of_sums(failure.comparison)
-        is_jvp = failure.mode == "forward" and report.settings.order == 1
-        found += map(of_jvp, of_entries) if is_jvp else of_entries
+        if failure.mode == "forward":
+            of_entries = map(of_tangents, of_entries)
+            if report.settings.order == 1:  # otherwise, the jvp is one of func's backward
+                of_entries = map(of_jvp, of_entries)
+        found += of_entries
     best: dict[str, Cause] = {}
     for cause in sorted(found, key=lambda cause: -cause.confidence):
         best.setdefault(cause.name, cause)
@@ -169,7 +172,7 @@ def _of_steps(
         yield Cause(
             "rounding",
             f"rounding hides the change of func over a step of eps = {eps:g}: one ulp of func's value, divided by eps, "
-            f"is {ulp / eps:.1e}; use a larger eps, or subtract a constant offset from the values",
+            f"is at most {ulp / eps:.1e}; use a larger eps, or subtract a constant offset from the values",
             f"the derivatives differ by {off:.1e}, which rounding explains",
             0.95 if is_open else 0.92,
         )

@@ -148,17 +148,22 @@ def rearrangements(
     """
     what = f"the gradient of {name}" if side == "input" else "grad_output"
     dims = range(len(shape))
+
+    def shown(shift: int, size: int) -> int:
+        # Rows of the Jacobian that are shifted by k result from a grad_output that is shifted by -k.
+        return shift if side == "input" or 2 * shift == size else -shift
+
     for p, q in itertools.combinations(dims, 2):
         if shape[p] == shape[q] > 1:
             text = f"{what} is transposed: dimensions {p} and {q} of {name} are swapped"
             yield Rearrangement("transposed", text, partial(_swapped, p, q))
     for dim, size in enumerate(shape):
         for shift in _nearest_first(size, most_shifts):
-            text = f"{what} is shifted by {shift} along dimension {dim}"
+            text = f"{what} is shifted by {shown(shift, size)} along dimension {dim}"
             yield Rearrangement("rolled", text, partial(_rolled, shift, dim))
     if len(shape) > 1:
         for shift in _nearest_first(math.prod(shape), most_shifts):
-            text = f"{what} is shifted by {shift} in memory, over all of its elements"
+            text = f"{what} is shifted by {shown(shift, math.prod(shape))} in memory, over all of its elements"
             yield Rearrangement("rolled", text, partial(_rolled_flat, shift, len(shape)))
     for dim, size in enumerate(shape):
         if size > 1:

@@ -311,6 +311,43 @@ def _of_precision(sample: Sample) -> Iterator[Cause]:
             return
 
 
+_OF_TANGENTS = (
+    (
+        r"each element of (.+) affects several outputs, but its gradient is summed over (all|the wrong).*",
+        lambda m: (
+            f"each output depends on one element of {m[1]}, but the jvp adds up the tangents of "
+            f"{'all' if m[2] == 'all' else 'wrong'} elements"
+        ),
+    ),
+    (
+        r"the gradient of (each element of .+) comes from only one of the outputs (that the element affects).*",
+        r"the tangent of \1 reaches only one of the outputs \2",
+    ),
+    (
+        r"the gradient of (each element of .+) omits (.+? the element)",
+        r"the tangent of \1 does not reach \2",
+    ),
+    (r"a sum or a mean over grad_output is missing along", "the tangent is not expanded along"),
+    (r"over grad_output", "over tangents"),
+    (r"the gradient of (.+ x the right one)", r"the derivative with respect to \1"),
+    (r"is shifted by (-?)", lambda m: f"is shifted by {'' if m[1] else '-'}"),
+    (r"^grad_output", "the tangent of the output"),
+    (r"^the gradient of", "the tangent of"),
+    (r"the analytical gradient is", "the analytical derivative is"),
+    (r"of the analytical gradient", "of the analytical Jacobian"),
+)  # fmt: skip
+"""Replacements in sentences about gradients and grad_outputs, for a wrong jvp, which has tangents of inputs and outputs
+instead. A shift of a gradient is the opposite shift of a tangent."""
+
+
+def of_tangents(cause: Cause) -> Cause:
+    """The cause for a wrong Jacobian of forward mode."""
+    text = cause.text
+    for pattern, replacement in _OF_TANGENTS:
+        text = re.sub(pattern, replacement, text)
+    return replace(cause, text=text)
+
+
 def of_jvp(cause: Cause) -> Cause:
     """The cause for a wrong jvp: without what its sentence says about backward."""
     text = re.split(": backward|, or backward", cause.text)[0]

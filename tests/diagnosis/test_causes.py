@@ -24,7 +24,7 @@ from fastgrad.report.messages import HEADLINE_CONFIDENCE
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 from tests.planted import TABLE
-from tests.planted.causes import CAUSES, both_modes
+from tests.planted.causes import CAUSES, Function, both_modes
 from tests.planted.causes_blind import BLIND
 from tests.planted.causes_operators import OPERATORS, Operator
 from tests.planted.row import Planted, function
@@ -681,6 +681,70 @@ def test_the_cause_of_a_wrong_jvp_says_nothing_about_backward(jvp: Callable[...,
     func = both_modes(lambda x: x.cumsum(0), lambda g, x: g.flip(0).cumsum(0).flip(0), jvp)
     x = torch.linspace(1, 2, 6, dtype=torch.float64, requires_grad=True)
     report = fastgrad.check(func, x, check_forward_ad=True, check_backward_ad=False, check_undefined_grad=False)
+    assert report.causes[0].text == text
+
+
+MATRIX = full(6, 6)
+ONCE = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]], dtype=torch.float64)
+REPEATED = torch.tensor([0, 1, 1, 2, 0])
+OTHERS = torch.tensor([2, 0, 4, 1, 5, 3])
+
+
+def _linear(matrix: Tensor, jvp: Callable[..., Tensor]) -> Function:
+    return both_modes(lambda x: matrix @ x, lambda g, x: matrix.t() @ g, jvp)
+
+
+@pytest.mark.parametrize(
+    ("func", "text"),
+    [
+        (
+            _linear(MATRIX, lambda t, x: (MATRIX @ t).roll(2)),
+            "the tangent of the output is shifted by 2 along dimension 0",
+        ),
+        (_linear(MATRIX, lambda t, x: MATRIX @ t.roll(2)), "the tangent of {} is shifted by 2 along dimension 0"),
+        (
+            _linear(MATRIX, lambda t, x: (MATRIX @ t)[OTHERS]),
+            "the tangent of the output has the right values at wrong positions",
+        ),
+        (_linear(MATRIX, lambda t, x: MATRIX @ t[OTHERS]), "the tangent of {} has the right values at wrong positions"),
+        (
+            both_modes(
+                lambda x: 2 * x[REPEATED],
+                lambda g, x: torch.zeros_like(x).index_add(0, REPEATED, 2 * g),
+                lambda t, x: 2 * ONCE @ t[:3],
+            ),
+            "the tangent of each element of {} reaches only one of the outputs that the element affects",
+        ),
+        (
+            both_modes(lambda x: x - x.mean(), lambda g, x: g - g.mean(), lambda t, x: 1 * t),
+            "the tangent of each element of {} does not reach most of the outputs that depend on the element: a sum or "
+            "a mean over tangents is missing, or a mean or norm is treated as a constant",
+        ),
+        (
+            both_modes(torch.sin, lambda g, x: g * x.cos(), lambda t, x: (t * x.cos()).float().double()),
+            "the jvp computes in float32: float32 represents all entries of the analytical Jacobian exactly",
+        ),
+    ],
+)
+def test_the_cause_of_a_wrong_jvp_speaks_of_tangents(func: Function, text: str) -> None:
+    x = torch.linspace(1, 2, 6, dtype=torch.float64).sqrt().requires_grad_()
+    keywords: dict[str, Any] = {"check_forward_ad": True, "check_backward_ad": False, "check_undefined_grad": False}
+    report = fastgrad.check(func, x, **keywords, atol=1e-10, rtol=1e-10)
+    assert report.causes[0].text == text.format("inputs[0]")
+
+
+@pytest.mark.parametrize(
+    ("backward", "text"),
+    [
+        (lambda g, x: MATRIX.t() @ g.roll(2), "grad_output is shifted by 2 along dimension 0"),
+        (lambda g, x: (MATRIX.t() @ g).roll(2), "the gradient of inputs[0] is shifted by 2 along dimension 0"),
+        (lambda g, x: MATRIX.t() @ g.roll(3), "grad_output is shifted by 3 along dimension 0"),
+    ],
+)
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_shifts_are_those_of_backward(backward: Callable[..., Tensor], text: str, fast_mode: bool) -> None:
+    func = function(lambda x: MATRIX @ x, backward)
+    report = fastgrad.check(func, torch.ones(6, dtype=torch.float64, requires_grad=True), fast_mode=fast_mode)
     assert report.causes[0].text == text
 
 
