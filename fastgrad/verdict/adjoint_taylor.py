@@ -123,8 +123,8 @@ def adjoint_test(
 ) -> AdjointTest:
     """Whether forward and reverse mode compute the same Jacobian: ``<v, J u> = <J^T v, u>`` for random u and v.
 
-    The test takes no differences: there is no step to choose, and errors are found down to rounding. It tests only
-    whether the two modes agree. If both have the same error, only `taylor_test` finds it.
+    The test takes no differences, so there is no step to choose, and smaller errors are found than by differences. It
+    tests only whether the two modes agree. If both have the same error, `taylor_test` and `gradcheck` find it.
 
     Parameters
     ----------
