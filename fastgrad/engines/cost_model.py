@@ -1,4 +1,8 @@
-"""The costs of calls, patterns and trials, by which an engine is chosen. No verdict depends on them."""
+"""The costs of calls, patterns and trials, by which an engine is chosen.
+
+The engines agree about errors of at least the bounds that their certificates state; docs/limits.md describes what the
+compressed engine and random vectors may miss.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ class CostModel:
     Costs are in seconds, in bytes, or in the number of evaluations of func that take the same time.
 
     `python -m benchmarks.bench_costs` measures the costs that can be measured and prints them next to the defaults,
-    which were measured on one core of an AMD EPYC. If the true costs differ, the chosen engine may not be the fastest;
-    nothing else changes.
+    which were measured on one core of an AMD EPYC. If the true costs differ, the chosen engine may not be the fastest,
+    and dense rows or columns may be certified that could be compared in 10 seconds, or the reverse.
 
     Attributes
     ----------
@@ -47,7 +51,7 @@ class CostModel:
         that take as long as recording and verifying the graph for all columns.
     single_calls_seconds
         If computing columns, or rows, one call at a time would take more seconds than this, the few dense columns, or
-        rows, are certified instead.
+        rows, are certified instead. The time of a call is measured only for slow functions (`usual_seconds`).
     entry_bytes
         Bytes per entry of a compressed Jacobian, with its indices and the memory of coloring: six numbers of 8 bytes at
         a time, plus a margin.
