@@ -54,7 +54,8 @@ bool are_equal(const std::vector<at::Tensor>& left, const std::vector<at::Tensor
   });
 }
 
-// Formats errors, which are not reported: the engine runs the VJP again and raises with its own message.
+// validate_outputs calls this function to complete its error messages. They are not shown: after an error, the engine
+// runs the VJP again and raises with its own message.
 std::string as_it_is(const std::string& message) { return message; }
 
 bool is_accumulation(const Node& node) { return dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); }

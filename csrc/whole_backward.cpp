@@ -126,7 +126,7 @@ std::optional<GradientsMatch> try_vectorized_rows(
     throw;
   } catch (const c10::Error&) {
     return std::nullopt;
-  } catch (const python_error&) {  // of hooks on saved tensors; the engine has set it
+  } catch (const python_error&) {  // raised by hooks on saved tensors, and already set in Python
     if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) {
       throw;
     }

@@ -444,7 +444,7 @@ class PatternVerdict(_Entries):
         lacks_entries = isinstance(elsewhere, Failure) or elsewhere.refuted or elsewhere.rows.size > 0
         lacks_entries = lacks_entries or bool(self.numerical_suspects)
         if lacks_entries and failure.comparison is not None and failure.comparison.exhaustive:
-            self.findings = Findings()  # the pairs of the earlier findings count sums of entries
+            self.findings = Findings()  # its pairs count sums of several entries as entries
             confirmed = self._confirmed_mismatch(may_be_sums=True)
             if confirmed is None:  # the entries that differ are sums of several entries
                 found = elsewhere if isinstance(elsewhere, Failure) else self._certified()

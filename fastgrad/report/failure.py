@@ -180,8 +180,8 @@ class Comparison(EqualByContent):
     exhaustive
         Whether all entries were compared. If not, the numbers refer to the entries that were located.
     worst_entries
-        Some of the worst entries, the worst first. Entries with an error estimate are wrong; entries without one differ
-        at eps.
+        Some of the worst entries, the worst first. Entries with an error estimate are wrong. Entries without one differ
+        at eps, or are at elements that a sparse input does not specify.
     extent
         The positions of the mismatched entries.
     on_pattern

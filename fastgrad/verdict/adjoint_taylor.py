@@ -50,9 +50,9 @@ class AdjointTest(EqualByContent):
     rtol
         The allowed error.
     output
-        Where the largest error is.
+        Number of the output with the largest error.
     input
-        Where the largest error is.
+        Number of the input with the largest error.
     forward
         ``<v, J u>`` by forward mode: float64, shape (trials, outputs, inputs).
     reverse
