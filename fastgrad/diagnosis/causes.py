@@ -386,7 +386,8 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
 
 
 def _number(value: complex) -> str:
-    return f"{value:.6g}" if value.imag else f"{value.real:.6g}"
+    """A derivative; -0 is written as 0."""
+    return f"{value:.6g}" if value.imag else f"{value.real + 0.0:.6g}"
 
 
 _OF_EXPLANATIONS: dict[CauseName, float] = {"saved tensor": 0.85, "dependent inputs": 0.98, "repeated gradient": 0.86}

@@ -531,6 +531,13 @@ def test_no_mode_is_right_about_what_is_not_finite(numerical: float) -> None:
     assert diagnose(report) == ()
 
 
+def test_a_zero_of_the_other_mode_has_no_sign() -> None:
+    comparison = Comparison(4, 1, Entry((), (), 1.0, 0.0, 1e-5), 1.0, 0.0, 1.0, 0.0, 0j)
+    failure = Failure("mismatch", 0, 0, 0, 0, comparison=comparison, mode="forward")
+    report = Report(failure, Settings(), None, 1, 1, 2, 1, 0.1, evidence=Evidence(other_mode=complex(-0.0, 0.0)))
+    assert [cause.measure for cause in diagnose(report)] == ["reverse mode gives 0"]
+
+
 @pytest.mark.parametrize(
     ("dense_error", "says"),
     [
