@@ -1,4 +1,4 @@
-// Included before every source: the operators' checks and helpers, compiled again without their registrations.
+// Included before each source: the operators' checks and helpers, compiled again without their registrations.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/Dispatch.h>
