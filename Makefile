@@ -92,8 +92,13 @@ pretended-cuda: $(VENV)/.torch
 	$(configure)
 	cmake --build build/cmake --target pretended_cuda --parallel $(MAX_JOBS)
 
-cuda-gate: $(VENV)/.torch
+# The kernels include no torch headers, so CI compiles them while torch is being installed.
+cuda-gate: cuda-gate-kernels $(VENV)/.torch
 	.ci/cuda-gate $(RUN)
+
+.PHONY: cuda-gate-kernels
+cuda-gate-kernels:
+	.ci/cuda-gate
 
 # Compiles and links everything against a CUDA build of torch, without a GPU. A module that can be imported has no
 # undefined symbols. CUDA_TORCH comes with several GB of CUDA libraries; CUDA_PYTHON can name a Python that has it.
