@@ -64,7 +64,7 @@ def test_what_moves_every_third_time_is_found_whenever_that_is(engine: str, call
         fastgrad.gradcheck(square(moves_every_third_call(calls)), (x,), engine=engine, fast_mode=engine == "sketch")
 
 
-@pytest.mark.parametrize("seed", range(1, 4))  # the other tests have 0
+@pytest.mark.parametrize("seed", [1])  # the other tests have 0, and the sweeps many more
 def test_no_seed_raises_a_false_alarm_or_misses(seed: int) -> None:
     for row in TABLE:
         if row.order == 1:

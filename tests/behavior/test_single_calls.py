@@ -157,7 +157,7 @@ def test_one_graph_with_other_gradients(n: int) -> None:
 
     verdict, usual = made_by(0)
     assert verdict == "passed"
-    for wrong in range(1, min(usual, 40) + 1):
+    for wrong in range(1, min(usual, 40) + 1, 1 if n == 200 else 3):
         found = made_by(wrong)
         assert found[0] == "failed" or found[1] == usual, wrong
 
@@ -314,7 +314,7 @@ def test_an_exception_of_one_call_does_not_end_in_a_pass(dtype: torch.dtype, key
         return fastgrad.check(lambda x: func(x).outer(func(x)).sum(0) + func(x), x, **keywords).passed
 
     assert passes()
-    for wrong in range(1, calls + 1, 1 + calls // 40):
+    for wrong in range(1, calls + 1, 1 + calls // 20):
         calls = 0
         passed = False
         with contextlib.suppress(RuntimeError):

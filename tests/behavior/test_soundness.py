@@ -16,10 +16,8 @@ import fastgrad
 from fastgrad.report.settings import Engine
 from tests.planted.adversary import ATTACKS
 
-SEEDS = {("auto", 12): 10, ("auto", 600): 5, ("dense", 12): 2, ("compressed", 12): 2}
+SEEDS = {("auto", 12): 4, ("auto", 600): 2, ("dense", 12): 2, ("compressed", 12): 2}
 """Number of seeds by engine and number of elements; all other combinations have one."""
-
-LARGE_SEEDS = 3
 
 Func = Callable[..., Any]
 
@@ -300,8 +298,7 @@ def test_wrong_gradients_fail_and_right_ones_pass(name: str, engine: str) -> Non
     "name", [name for name in BY_NAME if name not in ("a detached sum", "one entry among harmless ones")]
 )
 def test_larger_ones(name: str) -> None:
-    for seed in range(LARGE_SEEDS):
-        assert verdicts(BY_NAME[name], 10_000, seed) == ("failed", "passed"), seed
+    assert verdicts(BY_NAME[name], 10_000, 0) == ("failed", "passed")
 
 
 def test_many_entries_that_no_search_explains_end_in_the_dense_engine() -> None:
@@ -1041,7 +1038,7 @@ def nearly_diagonal(n: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("engine", ["auto", "compressed"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_entries_next_to_those_of_a_pointwise_function(seed: int, dtype: torch.dtype, engine: str) -> None:
     """The guessed pattern lacks these entries, so other entries are sums of two. No sum is reported as an entry."""
     n = 800 if dtype is torch.float64 else 300

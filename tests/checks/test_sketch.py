@@ -74,7 +74,7 @@ def test_right_gradients_pass_at_a_fixed_cost(name: str, small: bool, monkeypatc
 @pytest.mark.parametrize("name", FUNCS)
 def test_wrong_gradients_fail(name: str, wrong: str) -> None:
     func = lambda x: Wrong.apply(x, FUNCS[name], WRONG[wrong])  # noqa: E731
-    for seed in range(3):
+    for seed in range(2):
         assert not fast(func, normal(2000), seed=seed).passed
 
 

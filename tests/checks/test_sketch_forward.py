@@ -68,7 +68,7 @@ def test_outputs_without_elements_pass(func: Any, small: bool, monkeypatch: pyte
 @pytest.mark.parametrize(("weight", "error"), [(1, 0.003), (20, 0.01), (1000, -1.0)])
 def test_a_jvp_that_is_wrong_for_one_sign_fails(weight: float, error: float, sign: float, fast_mode: bool) -> None:
     """Next to larger derivatives, the sums of JVPs are off by less than the tolerance of their terms."""
-    for seed in range(6):
+    for seed in range(3):
         found = report(beside(weight, one_sided(sign, error)), 40, seed, fast_mode=fast_mode)
         assert found.failure is not None, found
         assert found.failure.kind in ("mismatch", "nonlinear"), found

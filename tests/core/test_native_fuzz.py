@@ -20,7 +20,7 @@ from torch import Tensor
 from fastgrad.core import native
 from tests.core.test_ops import call, samples
 
-CALLS = int(os.environ.get("FASTGRAD_FUZZ_CALLS", "50"))
+CALLS = int(os.environ.get("FASTGRAD_FUZZ_CALLS", "20"))
 """Calls of each function: so few take some seconds in all."""
 
 SEED = int(os.environ.get("FASTGRAD_FUZZ_SEED", "0"))
