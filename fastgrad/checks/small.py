@@ -24,7 +24,7 @@ from fastgrad.checks.small_sums import (
     undecided_calls_repeat,
 )
 from fastgrad.core.errors import as_raised, raise_unless_of_func
-from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.memory import OUT_OF_MEMORY, lacks_again
 from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
 from fastgrad.core.precision import ROUNDING, relative_step
@@ -57,12 +57,13 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
     worth_it = problem.n >= TIMED_COLUMNS or problem.seconds >= TIMED_SECONDS
     try:
         with Stopwatch(check.seconds) if worth_it else nullcontext():
-            if _values_pass(check):
-                check.passes = _other_checks_pass(check, backward)
+            _run(check, backward)
     except OUT_OF_MEMORY:
-        return SmallCheck(
-            problem=problem, settings=settings
-        )  # as if nothing had run; the complete check needs less memory
+        problem.evaluator.restore()
+        if not lacks_again(partial(_run_again, func, arguments, settings, backward)):
+            raise  # func or backward raised this once
+        # As if nothing had run: the complete check needs less memory.
+        return SmallCheck(problem=problem, settings=settings, notes=["the calls of a small check ran out of memory"])
     except BaseException as error:
         problem.evaluator.restore()
         raised = as_raised(error)
@@ -71,6 +72,24 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
         raise
     # If func changes its inputs only while no graph is recorded, the first graph has saved inputs that changed later.
     return SmallCheck(problem=problem, settings=settings) if problem.evaluator.mutates_inputs else check
+
+
+def _run(check: SmallCheck, backward: Backward | None) -> None:
+    if _values_pass(check):
+        check.passes = _other_checks_pass(check, backward)
+
+
+def _run_again(
+    func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings, backward: Backward | None
+) -> None:
+    """Runs a small check from the beginning, only for its exceptions."""
+    problem = SmallProblem.trace(func, arguments, RELATIVE_STEP, backward is None)
+    if problem is None or not problem.is_plain:
+        return
+    try:
+        _run(SmallCheck(problem=problem, settings=settings), backward)
+    finally:
+        problem.evaluator.restore()
 
 
 def _values_pass(check: SmallCheck) -> bool:

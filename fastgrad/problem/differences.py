@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native
+from fastgrad.core.memory import repeats_if_memory_lacks
 from fastgrad.core.phases import phase
 from fastgrad.core.progress import STEP
 from fastgrad.core.tensors import pieces
@@ -17,6 +18,7 @@ class Differences(Evaluation):
     """Columns of the numerical Jacobian."""
 
     @phase("numerical columns")
+    @repeats_if_memory_lacks
     def difference_columns(self, first: int, count: int, eps: float, record_graph: bool) -> Tensor:
         """Columns first, ..., first + count - 1 of the numerical Jacobian by central differences.
 
@@ -48,6 +50,7 @@ class Differences(Evaluation):
         return columns
 
     @phase("numerical columns")
+    @repeats_if_memory_lacks
     def difference_groups(
         self, groups: native.Groups, rows: Tensor, columns: Tensor, eps: float, record_graph: bool
     ) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgrad.core import native
 from fastgrad.core.errors import as_raised
-from fastgrad.core.memory import OUT_OF_MEMORY, raises_memory_error
+from fastgrad.core.memory import OUT_OF_MEMORY, is_temporary, raises_memory_error, repeats_if_memory_lacks
 from fastgrad.core.phases import clock, phase, working_seconds
 from fastgrad.core.precision import relative_step, spacing
 from fastgrad.core.progress import Progress
@@ -222,8 +222,8 @@ class Evaluation:
         if self._recorded is None:
             try:
                 self._recorded = _Recorded(self._recorded_outputs())
-            except OUT_OF_MEMORY:
-                if self._first is None:
+            except OUT_OF_MEMORY as error:
+                if self._first is None or is_temporary(error):
                     raise
                 self._first = None  # a new graph needs its memory
                 self._recorded = _Recorded(self._recorded_outputs())
@@ -245,7 +245,7 @@ class Evaluation:
             change = largest_change(self._flat(output.detach() for output in outputs), self._base)
             self.base_change = max(self.base_change, change)
 
-    @raises_memory_error
+    @repeats_if_memory_lacks
     def _recorded_outputs(self) -> tuple[Tensor, ...]:
         return self._selected(self._evaluator.evaluate(True))
 
@@ -299,7 +299,7 @@ class Evaluation:
             if weight and bool(part.any()):
                 yield part, step, weight
 
-    @raises_memory_error
+    @repeats_if_memory_lacks
     def values_along(
         self, displacement: Tensor, scales: Sequence[float], values: Sequence[Tensor], record_graph: bool = True
     ) -> None:
@@ -310,7 +310,7 @@ class Evaluation:
             when = "perturbed together" if scales[changed[0]] else "evaluated again"
             raise AssertionError(changed_message(self.outputs[changed[1]], changed[2], when))
 
-    @raises_memory_error
+    @repeats_if_memory_lacks
     def differences_along(
         self, along: native.RandomDirections, base: Tensor, curve: float, fixed: Tensor | None = None
     ) -> native.Derivatives:
@@ -345,7 +345,7 @@ class Evaluation:
         self._evaluator.realized_widths(widths, displacement, scale)
         return widths
 
-    @raises_memory_error
+    @repeats_if_memory_lacks
     def evaluate(self, record_graph: bool, displacement: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """The outputs at x or, with a displacement (float64, shape (n,)), at x + scale displacement.
 

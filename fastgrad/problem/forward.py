@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastgrad.core import native, torch_private
-from fastgrad.core.memory import raises_memory_error
+from fastgrad.core.memory import repeats_if_memory_lacks
 from fastgrad.core.phases import phase
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.evaluation import Evaluation
@@ -102,6 +102,7 @@ class ForwardMode(Evaluation):
     unexplained_jvps: SummedJvps | None = None
 
     @phase("analytical columns")
+    @repeats_if_memory_lacks
     def tangent_columns(self, first: int, count: int) -> tuple[Tensor, bool]:
         """Columns first, ..., first + count - 1 of the Jacobian by forward-mode AD, one evaluation each.
 
@@ -127,7 +128,7 @@ class ForwardMode(Evaluation):
             self.raise_changed(*changed, 0.0)
         return columns, domains_match
 
-    @raises_memory_error
+    @repeats_if_memory_lacks
     def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Tangents of `outputs` for tangents of `inputs`; None means undefined. This takes one evaluation."""
         self._recorded = None
@@ -141,7 +142,7 @@ class ForwardMode(Evaluation):
 
         return native.at_dual_level(evaluate)
 
-    @raises_memory_error
+    @repeats_if_memory_lacks
     def jvps_of(self, directions: Tensor, undefined: Sequence[int] = ()) -> Tensor:
         """J u for directions u (float64, shape (count, n)) by forward-mode AD: float64, shape (count, m).
 
@@ -161,6 +162,7 @@ class ForwardMode(Evaluation):
             raise AssertionError(changed_message(self.outputs[output], found, "evaluated again"))
         return products
 
+    @repeats_if_memory_lacks
     def runs_custom_jvp(self) -> bool:
         """Whether func runs a `torch.autograd.Function` in forward mode, or makes or reads dual tensors itself.
 

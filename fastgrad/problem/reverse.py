@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native
-from fastgrad.core.memory import raises_memory_error
+from fastgrad.core.memory import repeats_if_memory_lacks
 from fastgrad.core.phases import phase
 from fastgrad.core.random import GRAPH_STREAM, uniform_like
 from fastgrad.problem.coordinates import Block
@@ -20,6 +20,7 @@ class ReverseMode(Evaluation):
     """Vector-Jacobian products."""
 
     @phase("analytical rows")
+    @repeats_if_memory_lacks
     def vjp_groups(
         self,
         output: Block,
@@ -46,6 +47,7 @@ class ReverseMode(Evaluation):
         return match
 
     @phase("analytical rows")
+    @repeats_if_memory_lacks
     def analytical_rows(
         self,
         output: Block,
@@ -80,6 +82,7 @@ class ReverseMode(Evaluation):
         return rows, again, match
 
     @phase("backward")
+    @repeats_if_memory_lacks
     def whole_backward(
         self,
         cotangents: Tensor,
@@ -124,7 +127,7 @@ class ReverseMode(Evaluation):
         self.progress.step(whole.vjps)
         return whole
 
-    @raises_memory_error
+    @repeats_if_memory_lacks
     def vjp(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
         """V J for rows of cotangents, one VJP per row.
 
@@ -152,7 +155,7 @@ class ReverseMode(Evaluation):
         one_hot[0, row] = 1.0
         return self.vjp(one_hot, only=only)[0]
 
-    @raises_memory_error
+    @repeats_if_memory_lacks
     def vjps_of(
         self, cotangents: Tensor, only: Sequence[int], layouts: Sequence[int] = ()
     ) -> tuple[Tensor, native.GradientsMatch]:
@@ -164,7 +167,7 @@ class ReverseMode(Evaluation):
         self._count(len(only), match)
         return products, match
 
-    @raises_memory_error
+    @repeats_if_memory_lacks
     def first_other_vjp(
         self, cotangents: Tensor, only: Sequence[int], order: Sequence[int], known: Tensor
     ) -> tuple[int, Tensor | None]:
@@ -219,13 +222,13 @@ class ReverseMode(Evaluation):
         finally:
             self._recorded = None
 
-    @raises_memory_error
+    @repeats_if_memory_lacks
     def zero_gradients(self) -> list[Tensor | None]:
         """Autograd's gradients for zero grad_outputs, one per input block; None where autograd returns none."""
         self.vjps += 1
         return self.vjp_graph().vjp_of_zeros()
 
-    @raises_memory_error
+    @repeats_if_memory_lacks
     def undefined_gradients(self, only: Block | None = None) -> list[Tensor | None]:
         """The same for undefined grad_outputs: of all outputs, or of one output while the others get zeros."""
         self.vjps += 1

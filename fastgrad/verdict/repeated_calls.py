@@ -94,7 +94,7 @@ class RepeatedCalls:
         try:
             self._known = self._run()
         except OUT_OF_MEMORY:
-            self._known = self._run()  # runs again, because the lack of memory may have been temporary
+            raise
         except Exception as error:
             self._raised = error
             return
