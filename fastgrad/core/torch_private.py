@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import os
@@ -166,7 +167,13 @@ def children_of(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]]
     """
     if _pytree.tree_is_leaf(value):
         return None
+    try:
+        return _children_of(value)
+    except RecursionError:
+        return _children_of(copy.copy(value))  # a container directly inside itself is a child of its copy
 
+
+def _children_of(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]]:
     def is_child(other: Any) -> bool:
         return other is not value
 

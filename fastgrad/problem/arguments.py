@@ -173,7 +173,11 @@ class Call:
         if self.output_names and isinstance(result, Tensor):
             return (result,)
         found: list[tuple[str, Tensor]] = []
-        flatten(result, "result", lambda tensor: True, found)
+        try:
+            flatten(result, "result", lambda tensor: True, found)
+        except RecursionError:
+            check_has_no_cycle("func's result", result)
+            raise
         if not found:
             raise TypeError(f"func must return a tensor, or a container of tensors, got {type(result).__name__}.")
         if not self.output_names:

@@ -1015,6 +1015,32 @@ def test_a_list_that_contains_itself_is_refused(name: str) -> None:
         fastgrad.gradcheck(torch.sin, within)
 
 
+def test_a_result_that_contains_itself_is_refused() -> None:
+    def in_list(x: Tensor) -> Any:
+        result: list[Any] = [2 * x]
+        result.append(result)
+        return result
+
+    def in_dict(x: Tensor) -> Any:
+        result: dict[str, Any] = {"double": 2 * x}
+        result["all"] = result
+        return result
+
+    for func, path in ((in_list, "[1]"), (in_dict, '["all"]')):
+        message = f"func's result must not have a container inside itself, but func's result{path} is func's result."
+        for order in (1, 2):
+            with pytest.raises(ValueError, match=re.escape(message)) as raised:
+                fastgrad.check(func, leaf(2), order=order)
+            assert raised.value.__suppress_context__
+
+
+def test_a_dict_that_contains_itself_is_refused() -> None:
+    inputs: dict[str, Any] = {}
+    inputs["key"] = inputs
+    with pytest.raises(ValueError, match=re.escape('but kwargs["inputs"]["key"] is kwargs["inputs"].')):
+        fastgrad.check(torch.sin, leaf(2), kwargs={"inputs": inputs})
+
+
 def test_deep_nesting_is_no_cycle() -> None:
     inputs: list[Any] = [leaf(2)]
     for _ in range(10_000):
