@@ -118,7 +118,8 @@ PYBIND11_MODULE(_C, module) {
       .def("call", torch::wrap_pybind_function(&UnrecordedBackward::call))
       .def("forget", torch::wrap_pybind_function(&UnrecordedBackward::forget))
       .def("stop_reusing", torch::wrap_pybind_function(&UnrecordedBackward::stop_reusing))
-      .def_property_readonly("keeps_graph", &UnrecordedBackward::keeps_graph);
+      .def_property_readonly("keeps_graph", &UnrecordedBackward::keeps_graph)
+      .def_property_readonly("movement", &UnrecordedBackward::movement);
   py::class_<KeptTensor, std::shared_ptr<KeptTensor>>(module, "KeptTensor")
       .def_static("keep", torch::wrap_pybind_function(&KeptTensor::keep))
       .def("restore", torch::wrap_pybind_function(&KeptTensor::restore));

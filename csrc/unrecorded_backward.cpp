@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 namespace py = pybind11;
@@ -37,6 +38,22 @@ bool is_same(const at::Tensor& left, const at::Tensor& right) {
 
 bool is_same_gradient(const at::Tensor& left, const at::Tensor& right) {
   return left.defined() && right.defined() ? is_same(left, right) : left.defined() == right.defined();
+}
+
+// The largest difference of two sets of strided gradients; NaN equals NaN.
+double largest_change(const std::vector<at::Tensor>& left, const std::vector<at::Tensor>& right) {
+  const BelowAutograd guard;
+  double largest = 0;
+  for (size_t k = 0; k < left.size(); ++k) {
+    const bool both = left[k].defined() && right[k].defined() && left[k].layout() == at::kStrided &&
+                      right[k].layout() == at::kStrided && left[k].sizes() == right[k].sizes();
+    if (both && left[k].numel() > 0) {
+      const at::Tensor equal = left[k].eq(right[k]).logical_or(left[k].isnan().logical_and(right[k].isnan()));
+      const at::Tensor change = (left[k] - right[k]).abs().masked_fill(equal, 0.0);
+      largest = std::max(largest, change.nan_to_num(INFINITY, INFINITY, INFINITY).max().item<double>());
+    }
+  }
+  return largest;
 }
 
 std::vector<at::Tensor> differentiable(const py::object& result) {
@@ -150,6 +167,9 @@ std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
   const bool has_written = versions_of(cotangents) != versions;
   const std::vector<at::Tensor> again = has_written ? gradients : kept_->graph.all().vjp(cotangents);
   if (has_written || !std::equal(gradients.begin(), gradients.end(), again.begin(), again.end(), is_same_gradient)) {
+    if (!has_written) {
+      movement_ = largest_change(again, kept_->graph.all().vjp(cotangents));
+    }
     stop_reusing();
   } else {
     reuses_ = true;

@@ -36,6 +36,10 @@ class UnrecordedBackward {
   // `call` raises, this is whether the exception may be one of the kept graph.
   bool keeps_graph() const { return kept_.has_value(); }
 
+  // If the kept graph gave other gradients than a new one: their largest change when the kept graph ran once more. A
+  // graph that cannot be used again gives the same gradients again.
+  double movement() const { return movement_; }
+
   // Never reuses a graph from now on.
   void stop_reusing();
 
@@ -55,6 +59,7 @@ class UnrecordedBackward {
   bool record_;
   std::optional<bool> reuses_;  // nothing: not tried yet
   std::optional<Forward> kept_;
+  double movement_ = 0;
 };
 
 }  // namespace fastgrad

@@ -48,7 +48,7 @@ from fastgrad.verdict.grad_outputs import (
     check_undefined_tangents,
     check_zero_grad_output,
 )
-from fastgrad.verdict.recording import check_new_grad_outputs, check_recorded_gradients
+from fastgrad.verdict.recording import check_new_grad_outputs, check_recorded_gradients, moves_on_one_graph
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import nondeterministic, nondeterministic_func
 from fastgrad.verdict.tangents import modified_tangent, nondeterministic_jvp, repeated_tangents_failure
@@ -227,6 +227,8 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
         failure = _varying_tangents(problem, settings, findings) or failure
     if failure is None and findings.vjp_varies:
         failure = nondeterministic(problem.outputs[0])
+    if failure is None and backward is not None and moves_on_one_graph(problem, settings, backward):
+        problem.irreproducible.append("on the same graph")
     if failure is None and base_varies(problem, settings):
         problem.irreproducible.append("at the inputs")
     if failure is None and problem.irreproducible:

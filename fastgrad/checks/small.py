@@ -20,6 +20,7 @@ from fastgrad.checks.small_sums import (
     noise_repeats,
     numerical_columns,
     outputs_of,
+    outputs_repeat,
     sums_agree,
     undecided_calls_repeat,
 )
@@ -145,6 +146,8 @@ def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
         check.vjps += (BATCH + 1) * len(problem.outputs)
     if check.batched is not None or backward is None:
         return check.batched is None
+    if backward.movement or not outputs_repeat(check):
+        return False
     negates = partial(problem.negates_unrecorded, backward.count, ROUNDING * problem.unit_roundoff)
     if negates():
         return True

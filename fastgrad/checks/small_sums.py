@@ -145,6 +145,21 @@ def outputs_of(check: SmallCheck) -> Tensor:
     return flattened([output.detach() for output in check.problem.graph.outputs]).clone()
 
 
+def outputs_repeat(check: SmallCheck) -> bool:
+    """Whether the current graph has the outputs of the first one; only those of a backward are kept.
+
+    The outputs of a graph are not used otherwise: differences are those of other evaluations.
+    """
+    problem, settings = check.problem, check.settings
+    if problem.records_differences or settings.nondet_tol:
+        return True
+    outputs = outputs_of(check)
+    if not values_vary(problem, settings, outputs, problem.base().to(outputs.device)):
+        return True
+    check.irreproducible.append("at the inputs")
+    return False
+
+
 def undecided_calls_repeat(check: SmallCheck, outputs: Tensor) -> bool:
     """Whether the calls of undecided sums give the same results again. They are repeated after all entries agreed.
 
@@ -539,6 +554,8 @@ def _same_on_third(check: SmallCheck, made: ScreeningGradOutputs, gradients: Ten
 
     Also None if zero grad_outputs do not give zeros.
     """
+    if not outputs_repeat(check):
+        return None
     if not check.problem.record_again():
         check.vjp_varies = True
         return None

@@ -78,8 +78,9 @@ class Backward:
     again, because forward-mode AD passes detached arguments.
 
     If only grad_outputs have changed since the last forward pass, and gradients are not recorded, the graph of the last
-    forward pass is used again. The first time, a new forward pass tests that this gives the same gradients. If the last
-    graph raises exceptions, but a new one does not, no graph is used again.
+    forward pass is used again. The first time, a new forward pass tests that this gives the same gradients. If not,
+    the last graph runs once more, because its gradients may have been wrong once. If the last graph raises exceptions,
+    but a new one does not, no graph is used again.
 
     made: how the grad_outputs were made, for messages. count, grad_output_count: number of the inputs, which come
     first, and of the grad_outputs. exist: which inputs that require grad had a gradient in the last call.
@@ -159,6 +160,11 @@ class Backward:
         # For example, func overwrites what its last call saved for backward.
         unrecorded.stop_reusing()
         return unrecorded.call(arguments)
+
+    @property
+    def movement(self) -> float:
+        """The largest change of gradients between two runs on the same graph, if they differed from a new graph's."""
+        return self._unrecorded.movement
 
     def forget(self) -> None:
         """Forgets the last graph."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastgrad.core.native import flattened, ops
 from fastgrad.core.random import NEW_GRAD_OUTPUT_STREAM, direction
+from fastgrad.core.tensors import largest
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
@@ -34,6 +35,14 @@ def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | 
             if _difference(problem, settings, "nondeterministic func", "first", known, "later", again) is not None:
                 return nondeterministic_func(problem.outputs[0], "at the inputs")
     return failure
+
+
+def moves_on_one_graph(problem: Problem, settings: Settings, backward: Backward) -> bool:
+    """Whether two runs of the backward on one graph gave gradients that differ by more than the tolerances."""
+    if not backward.movement:
+        return False
+    size = largest(problem.base().nan_to_num(0.0, 0.0, 0.0))
+    return backward.movement > settings.atol + settings.nondet_tol + settings.rtol * size
 
 
 def check_new_grad_outputs(problem: Problem, settings: Settings, backward: Backward) -> Failure | None:

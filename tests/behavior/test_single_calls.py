@@ -246,6 +246,39 @@ def test_each_call_of_a_backward_counts(keywords: dict[str, Any], extra: float) 
     assert [wrong for wrong in range(1, calls + 1) if verdict(wrong) == "passed"] == []
 
 
+class Sine(torch.autograd.Function):
+    """sin, whose backward adds `extra` to an element of its result in call number `wrong`."""
+
+    wrong = calls = 0
+    extra = 0.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        Sine.calls += 1
+        gradient = grad_output * x.cos()
+        return gradient + Sine.extra * (torch.arange(x.numel()) == 0) if Sine.calls == Sine.wrong else gradient
+
+
+@pytest.mark.parametrize("extra", [1.0, 0.01, math.nan])
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_each_call_of_a_backward_counts_in_gradgradcheck(n: int, fast_mode: bool, extra: float) -> None:
+    x = torch.linspace(0.3, 0.9, n, dtype=torch.float64, requires_grad=True)
+
+    def passes(wrong: int) -> bool:
+        Sine.wrong, Sine.calls, Sine.extra = wrong, 0, extra
+        return fastgrad.gradgradcheck(Sine.apply, (x,), fast_mode=fast_mode, raise_exception=False)
+
+    assert passes(0)
+    assert [wrong for wrong in range(1, Sine.calls + 1) if passes(wrong)] == []
+
+
 @pytest.mark.parametrize("wrong", range(1, 13))
 def test_each_call_of_a_backward_of_one_complex_output_counts(wrong: int) -> None:
     """The first calls are those of sparsity detection."""

@@ -136,6 +136,16 @@ class SmallProblem:
         return None
 
 
+def _largest_change(left: Gradients, right: Gradients) -> float:
+    changes = [0.0]
+    for a, b in zip(left, right, strict=True):
+        both = a is not None and b is not None and a.layout is b.layout is torch.strided and a.shape == b.shape
+        if a is not None and b is not None and both and a.numel():
+            equal = (a == b) | (a.isnan() & b.isnan())
+            changes.append(float((a - b).abs().masked_fill(equal, 0.0).nan_to_num(torch.inf).max()))
+    return max(changes)
+
+
 class UnrecordedBackward:
     """The gradients of func as a function of inputs and grad_outputs; csrc/unrecorded_backward.h has the contract."""
 
@@ -152,6 +162,7 @@ class UnrecordedBackward:
         self._inputs, self._grad_outputs = inputs, grad_outputs
         self._kept: tuple[Graph, list[Tensor]] | None = None
         self._reuses: bool | None = None
+        self.movement = 0.0
 
     @property
     def keeps_graph(self) -> bool:
@@ -184,6 +195,8 @@ class UnrecordedBackward:
             has_written = versions != [value._version for value in grad_outputs]
             again = gradients if has_written else self._kept[0].vjp(grad_outputs)
             if has_written or not all(map(self._is_same, gradients, again)):
+                if not has_written:
+                    self.movement = _largest_change(again, self._kept[0].vjp(grad_outputs))
                 self.stop_reusing()
             else:
                 self._reuses = True
