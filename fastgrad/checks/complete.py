@@ -170,6 +170,10 @@ def _report(
         findings.notes.append(
             "func changes its inputs, or they contain NaN; they were restored around every evaluation"
         )
+    if problem.freed_first_graph:
+        findings.notes.append(
+            "a new graph ran out of memory; the first graph, which is kept for a comparison, was freed"
+        )
     return Report(
         failure=failure,
         settings=settings,

@@ -100,7 +100,7 @@ class Evaluation:
         self.seconds = self.working_seconds = self.unit_roundoff = 0.0
         self.unspecified = self.base_change = 0.0
         self.ranks = 1
-        self.has_checkpoint = self.restores = False
+        self.has_checkpoint = self.restores = self.freed_first_graph = False
         self.progress = progress or Progress(False)
         self.vjps = self.jvps = 0
         self.func = func
@@ -225,7 +225,7 @@ class Evaluation:
             except OUT_OF_MEMORY as error:
                 if self._first is None or is_temporary(error):
                     raise
-                self._first = None  # a new graph needs its memory
+                self._first, self.freed_first_graph = None, True  # a new graph needs its memory
                 self._recorded = _Recorded(self._recorded_outputs())
             for block, output in zip(self.outputs, self._recorded.outputs, strict=True):
                 if not output.requires_grad:

@@ -321,5 +321,7 @@ def test_the_first_graph_gives_way_to_a_new_one(
         first.append(weakref.ref(result))
         return result
 
-    assert fastgrad.check(func, x, **keywords).passed
+    report = fastgrad.check(func, x, **keywords)
+    assert report.passed
+    assert any("the first graph" in note for note in report.notes)
     assert len(refused) == 2  # the evaluation was repeated: a lack of memory recurs
