@@ -456,8 +456,7 @@ def _report_of_call(
         def make() -> Any:
             from fastgrad.lowprecision import reference_for_call  # imported here to keep `import fastgrad` fast
 
-            given: dict[str, Any] = {"func": func, "inputs": inputs, "kwargs": kwargs, "wrt": wrt}
-            return reference_for_call(**given, checked=call.tensors, wanted=reference, device=settings.reference_device)
+            return reference_for_call(call, reference, settings.reference_device)
 
         if settings.order == 1:
             own_settings = with_per_input(settings, own, call.names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from fastgrad.lowprecision.reference import IncomparableError, Reference
 from fastgrad.lowprecision.rounding import DOUBLE
-from fastgrad.problem.arguments import Call, Wrt, flatten
+from fastgrad.problem.arguments import Call, flatten
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.signature import function_name
 
@@ -54,45 +54,27 @@ class Doubled:
         return made
 
 
-def reference_for(
-    func: Callable[..., Any], arguments: tuple[Any, ...], wanted: Wanted, device: str | None
-) -> Reference:
-    """The reference of func(*arguments)."""
+def reference_for_call(call: Call, wanted: Wanted, device: str | None) -> Reference:
+    """The reference of a `Call`: the call of the reference's function, with the same tensors checked."""
     doubled = Doubled(device)
-    function, name = _function(func, wanted, doubled)
-    return Reference(function, doubled(arguments), name)
-
-
-def reference_for_call(
-    *,
-    func: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    wrt: Wrt,
-    checked: tuple[Tensor, ...],
-    wanted: Wanted,
-    device: str | None,
-) -> Reference:
-    """The reference of a `Call` with these arguments; `checked`: the tensors of this call that are checked."""
-    doubled = Doubled(device)
-    function, name = _function(func, wanted, doubled)
-    if isinstance(func, Module) and not isinstance(function, Module) and wrt != "inputs":
+    function, name = _function(call.func, wanted, doubled)
+    if isinstance(call.func, Module) and not isinstance(function, Module) and call.wrt != "inputs":
         raise TypeError(
             "The reference of a module whose parameters are checked must be a module with the same parameters, got "
             f"{type(function).__name__}; wrt='inputs' checks the inputs alone."
         )
-    call = Call(function, doubled(inputs), doubled(dict(kwargs)), wrt)
-    shapes = [tensor.shape for tensor in call.tensors]
-    if shapes != [tensor.shape for tensor in checked]:
+    made = Call(function, doubled(call.inputs), doubled(call.kwargs), call.wrt)
+    shapes = [tensor.shape for tensor in made.tensors]
+    if shapes != [tensor.shape for tensor in call.tensors]:
         raise TypeError(
             "The reference needs as many checked tensors as func, with the same shapes: it has "
-            f"{len(shapes)}, and func has {len(checked)}. A module as reference needs the same parameters as the "
+            f"{len(shapes)}, and func has {len(call.tensors)}. A module as reference needs the same parameters as the "
             "module that is checked."
         )
     with torch.no_grad():
-        for own, tensor in zip(call.tensors, checked, strict=True):
+        for own, tensor in zip(made.tensors, call.tensors, strict=True):
             own.copy_(tensor)  # a module passed as reference may have other values
-    return Reference(call, call.tensors, name)
+    return Reference(made, made.tensors, name)
 
 
 def second_order_reference(
@@ -109,10 +91,12 @@ def make_reference(
     func: Callable[..., Any], arguments: tuple[Any, ...], wanted: Wanted, device: str | None
 ) -> Reference:
     """The reference of func(*arguments); func may be a `Backward`."""
-    if not isinstance(func, Backward):
-        return reference_for(func, arguments, wanted, device)
-    first = partial(reference_for, func.__wrapped__, arguments[: func.count], wanted, device)
-    return second_order_reference(first, func, arguments[func.count :], device)
+    if isinstance(func, Backward):
+        first = partial(make_reference, func.__wrapped__, arguments[: func.count], wanted, device)
+        return second_order_reference(first, func, arguments[func.count :], device)
+    doubled = Doubled(device)
+    function, name = _function(func, wanted, doubled)
+    return Reference(function, doubled(arguments), name)
 
 
 def _function(func: Callable[..., Any], wanted: Wanted, doubled: Doubled) -> tuple[Callable[..., Any], str]:

@@ -115,6 +115,8 @@ class Call:
 
     Attributes
     ----------
+    func, inputs, kwargs, wrt
+        As passed at creation.
     tensors, names
         The checked tensors: inputs, then keyword arguments, then parameters; and their names in messages.
     output_names
@@ -125,14 +127,14 @@ class Call:
 
     def __init__(self, func: Callable[..., Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any], wrt: Wrt) -> None:
         check_callable(func)
-        self._func = self.__wrapped__ = func
-        self._inputs, self._kwargs = inputs, dict(kwargs)
+        self.func = self.__wrapped__ = func
+        self.inputs, self.kwargs, self.wrt = inputs, dict(kwargs), wrt
         self._parameters: list[_Parameter] = []
         self._buffers: Buffers | None = None
         self._rebuilds: list[Rebuild | None] = [None, None]
         found: list[tuple[str, Tensor]] = []
         if wrt != "parameters":
-            named = ("inputs", self._inputs), ("kwargs", self._kwargs)
+            named = ("inputs", self.inputs), ("kwargs", self.kwargs)
             self._rebuilds = [flatten(value, name, lambda tensor: tensor.requires_grad, found) for name, value in named]
         if isinstance(func, torch.nn.Module):
             self._buffers = Buffers(func)
@@ -159,14 +161,14 @@ class Call:
         count = len(tensors) - len(self._parameters)
         own = iter(tensors[:count])
         of_inputs, of_kwargs = self._rebuilds
-        inputs = self._inputs if of_inputs is None else of_inputs(own)
-        kwargs = self._kwargs if of_kwargs is None else of_kwargs(own)
+        inputs = self.inputs if of_inputs is None else of_inputs(own)
+        kwargs = self.kwargs if of_kwargs is None else of_kwargs(own)
         pairs = zip(self._parameters, tensors[count:], strict=True)
         replaced = [(parameter, tensor) for parameter, tensor in pairs if tensor is not parameter.tensor]
         try:
             for parameter, tensor in replaced:
                 parameter.put(tensor)
-            result = self._func(*inputs, **kwargs)
+            result = self.func(*inputs, **kwargs)
         finally:
             for parameter, _ in replaced:
                 parameter.put(parameter.tensor)
