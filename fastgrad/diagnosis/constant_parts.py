@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -94,9 +94,7 @@ class ConstantParts(_Calls):
         self._derived: dict[int, Tensor] = {}  # the tensors are kept, so that no other tensor gets their ids
         self._left = MAX_ELEMENTS
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls an operator."""
         if torch.compiler.is_compiling() or self._left < 0:
             return func(*args, **(kwargs or {}))  # traced as if this mode were not active
@@ -152,9 +150,7 @@ class HeldConstant(_Calls):
         self._held = {part: parts.known[part].value for part in held}
         self._calls_with = {part.call for part in self._held}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls an operator."""
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -414,9 +414,7 @@ class _Watch(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[Tensor] = []
 
     @torch_private.hidden_from_dynamo
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tag, what in _UNFIT.items():
             if tag in op.tags:

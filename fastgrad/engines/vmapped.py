@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -78,13 +78,7 @@ class _Observed(TorchFunctionMode):
         self._results = [weakref.ref(point)]
         self.reads_values = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.reads_values |= getattr(func, "__name__", "") in READING
         result = func(*args, **(kwargs or {}))
         self._results += [weakref.ref(value) for value in tree_leaves(result) if isinstance(value, Tensor)]

@@ -91,9 +91,7 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         self.failures = set()
 
     @torch_private.hidden_from_dynamo
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         decomposition = self._decompositions.get(func)
         if decomposition is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,13 +42,7 @@ class _CustomCalls(TorchFunctionMode):
         super().__init__()
         self.found = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch; notes whether it makes or reads dual tensors."""
         self.found |= func in torch_private.DUAL_TENSOR_FUNCTIONS
         return func(*args, **(kwargs or {}))
