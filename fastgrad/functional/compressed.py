@@ -128,10 +128,10 @@ def entries_by_structure(
     """
     if rows.m < WORTH_A_GUESS or not rows.n:
         return None
-    maps = _Maps(rows, columns, symmetric)
+    patterns = _LinearMapPatterns(rows, columns, symmetric)
     try:
-        for pattern in _LinearMapPatterns(maps).candidates():
-            for scheme in maps.schemes(pattern):
+        for pattern in patterns.candidates():
+            for scheme in patterns.schemes(pattern):
                 i, j = (torch.from_numpy(side).to(rows.device) for side in (pattern.rows(), pattern.columns))
                 found = Entries(i, j, scheme.values(), rows.m, rows.n)
                 if _is_certified(rows, found):
@@ -140,33 +140,6 @@ def entries_by_structure(
         raise_unless_of_func(error)
         return None
     return None
-
-
-class _Maps:
-    """A map, with its transpose on demand."""
-
-    def __init__(self, rows: LinearMap, columns: Callable[[], LinearMap | None], symmetric: bool) -> None:
-        self.rows = rows
-        self.symmetric = symmetric
-        self._make_columns = columns
-
-    @cached_property
-    def columns(self) -> LinearMap | None:
-        return self._make_columns()
-
-    def schemes(self, pattern: Pattern) -> list[_Scheme]:
-        """The groupings of a pattern that save products, the one with the fewest first."""
-        colors = coloring.color(pattern.starts, pattern.columns, pattern.n)
-        found = [_Scheme(self.rows, colors, np.repeat(colors, np.diff(pattern.starts)), pattern.columns)]
-        if self.symmetric:
-            by_stars = _star_scheme(self.rows, pattern, found[0].count)
-            found += [by_stars] if by_stars else []
-        elif found[0].count > GROUPS_WORTH_THE_TRANSPOSE and self.columns is not None:
-            starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
-            colors = coloring.color(starts, members, pattern.m)
-            found.append(_Scheme(self.columns, colors, colors[pattern.columns], pattern.rows()))
-        found = [scheme for scheme in found if MIN_SAVING * (scheme.count + CERTIFICATES) <= self.rows.m]
-        return sorted(found, key=lambda scheme: scheme.count)
 
 
 def _star_scheme(rows: LinearMap, pattern: Pattern, groups: int) -> _Scheme | None:
@@ -183,35 +156,54 @@ def _star_scheme(rows: LinearMap, pattern: Pattern, groups: int) -> _Scheme | No
 
 
 class _LinearMapPatterns(Detection):
-    """Patterns of a map's matrix, from products with its rows and, if the transpose was made, with its columns."""
+    """Patterns of a map's matrix, and their groupings.
 
-    def __init__(self, maps: _Maps) -> None:
-        self._maps = maps
-        rows = maps.rows
+    They come from products with its rows and, if the transpose was made, with its columns.
+    """
+
+    def __init__(self, rows: LinearMap, columns: Callable[[], LinearMap | None], symmetric: bool) -> None:
+        self._rows, self._make_columns, self._symmetric = rows, columns, symmetric
         entries = admitted_entries(Settings(), rows.m * rows.n)
         probes = rows.m // PROBING_SHARE if rows.m >= WORTH_PROBING else 0
         super().__init__(rows.targets, rows.sources, Budget(probes, probes, entries, entries, looks=0))
 
+    @cached_property
+    def _columns(self) -> LinearMap | None:
+        return self._make_columns()
+
+    def schemes(self, pattern: Pattern) -> list[_Scheme]:
+        """The groupings of a pattern that save products, the one with the fewest first."""
+        colors = coloring.color(pattern.starts, pattern.columns, pattern.n)
+        found = [_Scheme(self._rows, colors, np.repeat(colors, np.diff(pattern.starts)), pattern.columns)]
+        if self._symmetric:
+            by_stars = _star_scheme(self._rows, pattern, found[0].count)
+            found += [by_stars] if by_stars else []
+        elif found[0].count > GROUPS_WORTH_THE_TRANSPOSE and self._columns is not None:
+            starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
+            colors = coloring.color(starts, members, pattern.m)
+            found.append(_Scheme(self._columns, colors, colors[pattern.columns], pattern.rows()))
+        found = [scheme for scheme in found if MIN_SAVING * (scheme.count + CERTIFICATES) <= self._rows.m]
+        return sorted(found, key=lambda scheme: scheme.count)
+
     def candidates(self) -> Iterator[Pattern]:
         """Yields guesses, then the pattern that probing finds."""
         yield from self.guesses()
-        symmetric = self._maps.symmetric
         if self._budget.probes:
-            has_columns = not symmetric and self._maps.columns is not None
-            pattern = self.probe(watch_outputs=has_columns, splits_hubs=symmetric)
+            has_columns = not self._symmetric and self._columns is not None
+            pattern = self.probe(watch_outputs=has_columns, splits_hubs=self._symmetric)
             if pattern is not None:
-                yield pattern.with_entries(pattern.columns, pattern.rows()) if symmetric else pattern
+                yield pattern.with_entries(pattern.columns, pattern.rows()) if self._symmetric else pattern
 
     def _guesses(self) -> Iterator[Pattern | None]:
-        rows = self._maps.rows
+        rows = self._rows
         yield sparsity.guess_pointwise(*self._blocks)
         if self._budget.probes and len(rows.sources) == len(rows.targets) == 1:
-            yield sparsity.guess_band(self._reacting_inputs, rows.m, rows.n, self._maps.symmetric)
+            yield sparsity.guess_band(self._reacting_inputs, rows.m, rows.n, self._symmetric)
         yield self._aligned()
 
     def _aligned(self) -> Pattern | None:
         """The pattern by aligned dimensions, unless probing for a better one may take fewer products."""
-        rows = self._maps.rows
+        rows = self._rows
         if not 0 < aligned.probes_to_align(rows.sources, rows.targets) <= rows.m // ALIGNING_SHARE:
             return None
         found = aligned.align(self._reacting_inputs, rows.sources, rows.targets, self._has_room)
@@ -220,15 +212,15 @@ class _LinearMapPatterns(Detection):
     def _explains(self, pattern: Pattern) -> bool:
         """Whether the pattern explains which columns react to a random half of the rows."""
         seed = direction(pattern.m, 0, PROBE_COTANGENT, halved=True)
-        reacted = (self._maps.rows.product(seed) != 0).cpu().numpy()
+        reacted = (self._rows.product(seed) != 0).cpu().numpy()
         return sparsity.explains_look(pattern.transposed(), seed.numpy() != 0, reacted)
 
     def _reacting_outputs(self, moved: Mask) -> Mask:
-        assert self._maps.columns is not None
-        return self._maps.columns.reaction(moved, PROBE_DIRECTION)
+        assert self._columns is not None
+        return self._columns.reaction(moved, PROBE_DIRECTION)
 
     def _reacting_inputs(self, chosen: Mask) -> Mask:
-        return self._maps.rows.reaction(chosen, PROBE_COTANGENT)
+        return self._rows.reaction(chosen, PROBE_COTANGENT)
 
 
 def _is_certified(rows: LinearMap, found: Entries) -> bool:
