@@ -158,20 +158,19 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
         return False  # complex entries are made of rows, not of columns
     if any(block.tensor.layout is not torch.strided for block in problem.inputs):
         return False
+    costs = cost_model.COSTS
+    least = costs.guess_seconds + costs.certificate_evaluations * look.seconds
     return settings.engine == "compressed" or (
-        settings.engine == "auto"
-        and dense_seconds(problem, look.seconds)
-        >= cost_model.COSTS.guess_seconds + cost_model.COSTS.certificate_evaluations * look.seconds
+        settings.engine == "auto" and dense_seconds(problem, look.seconds) >= least
     )
 
 
 def dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
     """Seconds that the dense engine would take; seconds: the time of one evaluation."""
-    rows = cost_model.COSTS.vjp_evaluations * seconds + cost_model.COSTS.vjp_seconds
-    if problem.m <= most_vectorized_rows(problem, seconds):
-        rows = cost_model.COSTS.vjp_evaluations * max(
-            0.0, seconds - cost_model.COSTS.vjp_seconds
-        )  # all rows are computed in one call
+    costs = cost_model.COSTS
+    rows = costs.vjp_evaluations * seconds + costs.vjp_seconds
+    if problem.m <= most_vectorized_rows(problem, seconds):  # all rows are computed in one call
+        rows = costs.vjp_evaluations * max(0.0, seconds - costs.vjp_seconds)
     return 2 * seconds * problem.n + rows * problem.m
 
 
@@ -224,24 +223,22 @@ def _paying_entries(problem: Problem, settings: Settings, look: FirstLook) -> in
     A pattern that takes more memory than two whole Jacobians must save many calls. If the dense engine would take long,
     a few dense rows and columns may be left out of the groups.
     """
-    n, m = problem.n, problem.m
+    n, m, costs = problem.n, problem.m, cost_model.COSTS
     if settings.engine == "compressed":
         return n * m
-    dense_cost = 2 * n + cost_model.COSTS.vjp_evaluations * m
-    within_two_jacobians = max(SMALL_BYTES, 2 * 8 * n * m) // cost_model.COSTS.entry_bytes
-    paying = min(within_two_jacobians, _entries_worth(n, m, cost_model.COSTS.paying_share * dense_cost))
-    paying = max(paying, _entries_worth(n, m, cost_model.COSTS.large_paying_share * dense_cost))
+    dense_cost = 2 * n + costs.vjp_evaluations * m
+    within_two_jacobians = max(SMALL_BYTES, 2 * 8 * n * m) // costs.entry_bytes
+    paying = min(within_two_jacobians, _entries_worth(n, m, costs.paying_share * dense_cost))
+    paying = max(paying, _entries_worth(n, m, costs.large_paying_share * dense_cost))
     return paying + (n * few(m) + m * few(n) if takes_long(column_evaluations(settings) * n + m, look) else 0)
 
 
 def _entries_worth(n: int, m: int, cost: float) -> int:
     """Number of entries, evenly spread, for which column and row groups, or column groups alone, cost this much."""
-    by_rows = (cost - cost_model.COSTS.certificate_evaluations) / (2 / m + cost_model.COSTS.vjp_evaluations / n)
-    by_columns = (
-        (cost - cost_model.COSTS.certificate_evaluations - cost_model.COSTS.linear_start_evaluations)
-        * m
-        / (2 + cost_model.COSTS.linear_column_evaluations)
-    )
+    costs = cost_model.COSTS
+    left = cost - costs.certificate_evaluations
+    by_rows = left / (2 / m + costs.vjp_evaluations / n)
+    by_columns = (left - costs.linear_start_evaluations) * m / (2 + costs.linear_column_evaluations)
     return int(max(0.0, by_rows, by_columns))
 
 
@@ -309,11 +306,9 @@ def most_vectorized_rows(problem: Problem | SmallProblem, seconds: float) -> int
 
     The memory that func uses inside is not known, but writing it takes time. Therefore, this also bounds the memory.
     """
-    return (
-        int(min(cost_model.COSTS.vectorized_rows, cost_model.COSTS.vectorized_seconds / max(seconds, 1e-6)))
-        if problem.vectorizes
-        else 0
-    )
+    costs = cost_model.COSTS
+    most = int(min(costs.vectorized_rows, costs.vectorized_seconds / max(seconds, 1e-6)))
+    return most if problem.vectorizes else 0
 
 
 def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
@@ -420,7 +415,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
         if reason is None:
             ways.append((None, True, "replays of a CUDA graph", replay, cuda_graph.MIN_COLUMNS, problem.n))
     found: tuple[int | None, bool] = None, False
-    best = cost_model.COSTS.trial_gain * problem.ranks  # only rank 0 uses batches and replays
+    best = costs.trial_gain * problem.ranks  # only rank 0 uses batches and replays
     for columns_a_batch, replayed, name, columns, fewest, most in ways:
         count = _sample(block.size, fewest, most)
         trial = partial(executor.speedup, problem, settings.atol, block.first, count, single, columns)
@@ -433,22 +428,15 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
 
 def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bool, str]:
     """Whether replays of a VJP are faster than one call at a time; and a text about this for the reason of the plan."""
-    are_run = problem.has_graph and settings.check_backward_ad
-    if (
-        problem.device.type != "cuda"
-        or not are_run
-        or cost_model.COSTS.vjp_evaluations * look.measured * problem.m < cost_model.COSTS.trial_seconds
-    ):
+    costs, are_run = cost_model.COSTS, problem.has_graph and settings.check_backward_ad
+    seconds = costs.vjp_evaluations * look.measured * problem.m
+    if problem.device.type != "cuda" or not are_run or seconds < costs.trial_seconds:
         return False, ""
     from fastgrad.engines import cuda_graph  # imported here to keep `import fastgrad` fast
 
     output = max(problem.outputs, key=lambda block: block.tensor.numel())
     count = _sample(output.tensor.numel(), cuda_graph.MIN_COLUMNS, output.tensor.numel())
-    if (
-        count < cuda_graph.MIN_COLUMNS
-        or executor.obstacle(problem) is not None
-        or cuda_graph.obstacle(problem) is not None
-    ):
+    if count < cuda_graph.MIN_COLUMNS or executor.obstacle(problem) or cuda_graph.obstacle(problem):
         return False, ""
 
     def single(first: int, count: int) -> Tensor:
@@ -464,7 +452,7 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
     except Exception as error:  # backward raised it: the check itself will raise it
         raise_if_transient(error, trial)
         return False, ""
-    return gain >= cost_model.COSTS.trial_gain * problem.ranks, said
+    return gain >= costs.trial_gain * problem.ranks, said
 
 
 def _gain(problem: Problem, trial: Callable[[], float], name: str) -> tuple[float, str]:
