@@ -111,9 +111,8 @@ class ForwardMode(Evaluation):
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
 
         def evaluate() -> tuple[tuple[int, int, Any] | None, bool]:
-            inputs = [block.tensor for block in self.inputs]
-            zeros = [torch.zeros_like(input_.detach()) for input_ in inputs]
-            duals, tangents = dual_arguments(self._arguments, inputs, zeros)
+            zeros = [torch.zeros_like(input_.detach()) for input_ in self._input_tensors]
+            duals, tangents = dual_arguments(self._arguments, self._input_tensors, zeros)
             return self._evaluator.tangent_columns(first, columns, self._specs, duals, tangents)
 
         changed, domains_match = native.at_dual_level(evaluate)
@@ -128,10 +127,9 @@ class ForwardMode(Evaluation):
         self._recorded = None
         self._require_forward_ad()
         self.jvps += 1
-        inputs = [block.tensor for block in self.inputs]
 
         def evaluate() -> list[Tensor | None]:
-            duals, _ = dual_arguments(self._arguments, inputs, tangents)
+            duals, _ = dual_arguments(self._arguments, self._input_tensors, tangents)
             return [torch_private.tangent_of(output) for output in self._selected(self._evaluator.evaluate_at(duals))]
 
         return native.at_dual_level(evaluate)
@@ -166,12 +164,11 @@ class ForwardMode(Evaluation):
             return True
         self._recorded = None
         self.jvps += 1
-        inputs = [block.tensor for block in self.inputs]
         calls = _CustomCalls()
 
         def evaluate() -> None:
-            ones = [torch.ones_like(input_.detach()) for input_ in inputs]
-            duals, _ = dual_arguments(self._arguments, inputs, ones)
+            ones = [torch.ones_like(input_.detach()) for input_ in self._input_tensors]
+            duals, _ = dual_arguments(self._arguments, self._input_tensors, ones)
             with calls, torch_private.functions_through(calls.apply):
                 self._evaluator.evaluate_at(duals)
 
