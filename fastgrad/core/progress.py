@@ -53,7 +53,6 @@ class Progress:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the bar is shown."""
         return self._bar is not None
 
     def step(self, calls: int) -> None:

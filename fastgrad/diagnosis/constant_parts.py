@@ -95,7 +95,6 @@ class ConstantParts(_Calls):
         self._left = MAX_ELEMENTS
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls an operator."""
         if torch.compiler.is_compiling() or self._left < 0:
             return func(*args, **(kwargs or {}))  # traced as if this mode were not active
         result = func(*args, **(kwargs or {}))
@@ -151,7 +150,6 @@ class HeldConstant(_Calls):
         self._calls_with = {part.call for part in self._held}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls an operator."""
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         call = self._call(func)

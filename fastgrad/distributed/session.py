@@ -82,7 +82,6 @@ class Member:
         return tuple(memory.detach().cpu().clone() for memory in self._memory)
 
     def restore(self) -> None:
-        """Restores the values of the inputs."""
         self._set(self._kept)
 
     def obey(self, order: Order) -> Answer:

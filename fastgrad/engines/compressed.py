@@ -49,7 +49,6 @@ class Grouping:
         return torch.split(self.groups.entries, self.groups.entry_starts.diff().tolist())
 
     def members(self, group: int) -> Indices:
-        """The coordinates of a group."""
         return self.order[self.starts[group] : self.starts[group + 1]]
 
 
@@ -93,7 +92,6 @@ class Compression:
         return torch.from_numpy(self.column_colors[columns.cpu().numpy()]).to(columns.device)
 
     def entries_of_row(self, row: int) -> slice:
-        """The slice of the entries of a row."""
         return slice(int(self.pattern.starts[row]), int(self.pattern.starts[row + 1]))
 
     def entries_of(self, output: Block) -> slice:

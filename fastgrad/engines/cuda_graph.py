@@ -339,7 +339,6 @@ class _Steps:
         self._given = rows.new_empty(most, rows.shape[1])
 
     def __call__(self, count: int) -> None:
-        """Takes `count` steps."""
         own, places = self._numbers
         for k in range(count):
             self._step(own[k : k + 1], own[k + 1 : k + 2], self._given[k])

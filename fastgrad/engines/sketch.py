@@ -93,7 +93,6 @@ class Differences:
 
     @property
     def noise_norm(self) -> float:
-        """The 2-norm of noise."""
         return self.sizes[0] if self.sizes else float(torch.linalg.vector_norm(self.noise))
 
     @property
@@ -329,7 +328,6 @@ def weights(noise: Tensor, norm: float, atol: float, pending: Tensor) -> Tensor:
 
 
 def all_count_fully(weight: Tensor) -> bool:
-    """Whether every weight is 1."""
     return not weight.numel() or float(weight.amin()) == 1.0
 
 

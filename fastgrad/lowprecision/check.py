@@ -122,7 +122,6 @@ class LowerCheck:
         self.comparison: Comparison | None = None
 
     def report(self, make: Callable[[], Reference]) -> Report:
-        """Runs the check and returns its report."""
         with (
             order.full_precision(self._arguments, self._settings) as notes,
             Progress(self._settings.progress) as progress,
@@ -276,7 +275,6 @@ class LowerCheck:
         return Failure("nondeterministic") if largest_change(left, right) > self._settings.nondet_tol else None
 
     def _finished(self, problem: Problem) -> Report:
-        """Builds the report."""
         outcome = self._outcome
         if outcome.is_undecided:
             outcome.failure = self._attributes(problem)

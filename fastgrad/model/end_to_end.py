@@ -66,7 +66,6 @@ class DirectionalComparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether both derivatives agree."""
         return abs(self.analytical - self.numerical) <= self.allowed
 
 
@@ -211,7 +210,6 @@ class LossDerivatives:
         return bool(zero) and self.moves(zero) and self.along(self.only(zero)).agrees
 
     def result(self, found: Sequence[DirectionalComparison]) -> EndToEnd:
-        """The result for the report."""
         return EndToEnd(
             tuple(one.analytical for one in found),
             tuple(one.numerical for one in found),

@@ -50,7 +50,6 @@ class HookWatch:
         self._model, self._places, self._mutes = model, places, mutes
 
     def changed(self) -> list[Hook]:
-        """The hooks that changed gradients."""
         return [hook for hook in self.hooks if hook.changed]
 
     @contextmanager

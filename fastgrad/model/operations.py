@@ -240,7 +240,6 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
     padding = None if call.is_custom else padding_row(call.target, args, kwargs)
 
     def replayed(*given: Tensor) -> Any:
-        """The operation."""
         given = tuple(
             torch.where(fixed[i], values[i], one) if i in fixed else one for i, one in zip(leaves, given, strict=True)
         )

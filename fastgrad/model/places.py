@@ -36,12 +36,10 @@ class Places:
         self._path: list[tuple[str, FrameType | None, bool]] = []  # name, caller's frame, grad mode
 
     def enter(self, module: Module, args: Any) -> None:
-        """Called before a module runs."""
         name = self._names.get(id(module), f"<{type(module).__name__}>")
         self._path.append((name, _user_frame(), torch.is_grad_enabled()))
 
     def leave(self, module: Module, args: Any, output: Any) -> None:
-        """Called after a module has run."""
         if self._path:
             self._path.pop()
 
@@ -50,7 +48,6 @@ class Places:
         return Site(self._path[-1][0] if self._path else "", caller())
 
     def text(self) -> str:
-        """The current place as text."""
         site = self.site()
         return site.source or site.module or "an unknown place"
 

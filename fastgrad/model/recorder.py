@@ -77,7 +77,6 @@ class Call:
 
     @property
     def is_custom(self) -> bool:
-        """Whether it is a custom Function."""
         return isinstance(self.target, type)
 
 
@@ -192,7 +191,6 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
     @torch_private.hidden_from_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and records it."""
         kwargs = kwargs or {}
         tensors = torch_private.tensors_in((args, kwargs))
         recording = torch.is_grad_enabled() and not self._inside

@@ -200,7 +200,6 @@ class _RandomStates(RandomState):
         self._python, self._numpy = random.getstate(), np.random.get_state()
 
     def restore(self) -> None:
-        """Restores the state."""
         super().restore()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -210,7 +209,6 @@ class _InDouble(TorchFunctionMode):
     """A mode in which torch's functions get floating-point arguments in double precision, and casts give it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function of torch."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func in _CASTS:

@@ -251,8 +251,6 @@ class Buffers:
 
 
 class _Kept:
-    """A buffer and its values."""
-
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._values = tensor.detach().clone()

@@ -48,7 +48,6 @@ class _CustomCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def apply(self, cls: type, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs a `torch.autograd.Function`."""
         self.found = True
         return call(*args)
 

@@ -167,7 +167,6 @@ class Backward:
         return self._unrecorded.movement
 
     def forget(self) -> None:
-        """Forgets the last graph."""
         self._unrecorded.forget()
 
     @contextmanager

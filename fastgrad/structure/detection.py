@@ -255,7 +255,6 @@ class ProblemPatterns(Detection):
         return self._found(partial(aligned.align, self._probe_columns, *self._blocks, self._has_room))
 
     def _aligned(self) -> Pattern | None:
-        """The pattern by aligned dimensions."""
         return None if self._alignment is None else self._alignment.pattern
 
     @cached_property

@@ -112,7 +112,6 @@ class Pattern:
         return replace(self, starts=starts_of(kept)[self.starts], columns=self.columns[kept])
 
     def transposed(self) -> Pattern:
-        """The transposed pattern."""
         starts, rows = coloring.transpose(self.starts, self.columns, self.n)
         return replace(self, starts=starts, columns=rows, n=self.m)
 

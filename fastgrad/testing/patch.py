@@ -281,7 +281,6 @@ class _Redirection:
         function.__code__ = body.__code__
 
     def undo(self) -> None:
-        """Restores the function's body."""
         self.function.__code__ = self.original.__code__
         del vars(self.function)["__signature__"]
 

@@ -85,7 +85,6 @@ class Summary:
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
     def lines(self) -> list[str]:
-        """The lines of the summary."""
         if not self.verdicts and not self.lost:
             return ["no checks: no test called torch's gradcheck or gradgradcheck, or the fixtures with these names"]
         lines = [f"{sum(self.checkers.values())} checks ({_counts(self.checkers)}): {_counts(self.verdicts)}"]

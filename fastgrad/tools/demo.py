@@ -19,7 +19,6 @@ class SquaredReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Saves x for backward."""
         ctx.save_for_backward(x)
         return x.clamp(min=0) ** 2
 

@@ -57,7 +57,6 @@ class Subject:
 
     @property
     def is_strided(self) -> bool:
-        """Whether all inputs are strided."""
         return all(value.layout is torch.strided for value in self.inputs)
 
     @property
