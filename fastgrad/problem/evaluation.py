@@ -40,16 +40,24 @@ class _Recorded:
 
 def evaluated_and_restored(func: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Calls func before a problem exists, and returns its result; restores strided arguments that require grad."""
-    positions = [i for i, value in enumerate(arguments) if isinstance(value, Tensor) and value.requires_grad]
-    positions = [i for i in positions if not arguments[i].is_nested and arguments[i].layout is torch.strided]
-    blocks = blocks_of(arguments, positions, once=True)
-    evaluator = native.Evaluator(
-        func, arguments, [native.InputBlock(block.tensor, block.first, 0.0) for block in blocks]
-    )
+    checked: list[Tensor] = []
+    for value in arguments:
+        is_checked = isinstance(value, Tensor) and value.requires_grad and not value.is_nested
+        if is_checked and value.layout is torch.strided and not any(value is other for other in checked):
+            checked.append(value)
+    blocks = [
+        native.InputBlock(block.tensor, block.first, 0.0)
+        for block in blocks_of(checked, range(len(checked)), once=True)
+    ]
+    evaluator = native.Evaluator(func, arguments, blocks)
     try:
-        return evaluator.evaluate(True)
-    finally:
+        results = evaluator.evaluate(True)
+        if evaluator.inputs_changed():
+            evaluator.restore()
+    except BaseException:
         evaluator.restore()
+        raise
+    return results
 
 
 class Evaluation:
