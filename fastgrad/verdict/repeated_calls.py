@@ -22,6 +22,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
+from fastgrad.verdict.grad_outputs import check_zero_grad_output
 from fastgrad.verdict.linearity import linearity_cotangents, small_positive_failure
 from fastgrad.verdict.negation import nonlinear_component
 from fastgrad.verdict.repeated_rows import gradients_agree, nondeterministic, nondeterministic_func
@@ -201,9 +202,7 @@ class RepeatedCalls:
             return nondeterministic(self._varying_output)
         failure = None
         if self._known is not None and not one_round:
-            failure = small_positive_failure(
-                self._problem, self._settings, self._cotangents(range(1))[0], self._known[0]
-            )
+            failure = self._small_positive_failure(self._known[0])
         if failure is None and self._summed is not None:
             failure = self._sum_failure(*self._summed)
         if failure is not None or self._known is None:
@@ -211,6 +210,13 @@ class RepeatedCalls:
         varying = self._first_varying(self._known, self._order(one_round))
         self._last = self._problem.vjps
         return None if varying is None else nondeterministic(varying)
+
+    def _small_positive_failure(self, known: Tensor) -> Failure | None:
+        problem, settings = self._problem, self._settings
+        failure = small_positive_failure(problem, settings, self._cotangents(range(1))[0], known)
+        if failure is None or not isinstance(problem, Problem):
+            return failure
+        return check_zero_grad_output(problem, settings) or failure  # a gradient for zero is a simpler explanation
 
     @phase("repeated calls")
     def older_graph_failure(self) -> Failure | None:
