@@ -504,7 +504,8 @@ def _sum_failure(
     total = parts.sum(0)
     atol, rtol = tolerances(problem, settings)
     # A sum of finite parts may overflow: not compared. A part that is not finite is wrong if the gradient is finite.
-    differs = ~((gradient - total).abs() <= atol + rtol * parts.abs().sum(0)) & total.isfinite()
+    allowed = atol + (rtol + ROUNDING * problem.unit_roundoff) * parts.abs().sum(0)
+    differs = ~((gradient - total).abs() <= allowed) & total.isfinite()
     wrong = differs | (gradient.isfinite() & ~parts.isfinite().all(0))
     if not bool(wrong.any()):
         return None

@@ -200,16 +200,15 @@ class RepeatedCalls:
             raise self._raised
         if self._varying_output is not None:
             return nondeterministic(self._varying_output)
-        failure = None
-        if self._known is not None and not one_round:
-            failure = self._small_positive_failure(self._known[0])
-        if failure is None and self._summed is not None:
-            failure = self._sum_failure(*self._summed)
-        if failure is not None or self._known is None:
+        failure = None if self._summed is None else self._sum_failure(*self._summed)
+        if self._known is None:
             return failure
-        varying = self._first_varying(self._known, self._order(one_round))
-        self._last = self._problem.vjps
-        return None if varying is None else nondeterministic(varying)
+        if failure is None:
+            varying = self._first_varying(self._known, self._order(one_round))
+            failure = None if varying is None else nondeterministic(varying)
+            self._last = self._problem.vjps
+            return failure or (None if one_round else self._small_positive_failure(self._known[0]))
+        return self._small_positive_failure(self._known[0]) or failure
 
     def _small_positive_failure(self, known: Tensor) -> Failure | None:
         problem, settings = self._problem, self._settings

@@ -64,7 +64,7 @@ def test_right_gradients_pass_at_once(
         # In addition: one evaluation for a third graph; VJPs of a half zero grad_output, a zero one, two one-hot ones
         # and a multiple; repeats of a dense one, of this one and both one-hot ones on the third graph, and of a dense
         # and a one-hot one on the first graph.
-        (function(torch.sin, lambda g, x: g * x.cos()), 30, 7, 18),
+        (function(torch.sin, lambda g, x: g * x.cos()), 30, 7, 19),
     ],
 )
 def test_cost_in_fast_mode(func: Func, n: int, evaluations: int, vjps: int) -> None:
