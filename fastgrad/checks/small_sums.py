@@ -379,7 +379,7 @@ def _all_vjps(
         return None
     gradients, match = problem.vjps(made.vectors, made.layouts, made.only)
     check.vjps += len(made.only)
-    add_products(check, *_at_one_scale(made, gradients))
+    add_products(check, *_at_one_scale(made, gradients, settings.nondet_tol))
     if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
         check.vjp_varies = True
         return None
@@ -412,10 +412,13 @@ def _all_vjps(
     return gradients
 
 
-def _at_one_scale(made: ScreeningGradOutputs, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """The cotangents of all outputs and their VJPs, so that an error of any of them counts as much in their sum."""
+def _at_one_scale(made: ScreeningGradOutputs, gradients: Tensor, nondet_tol: float) -> tuple[Tensor, Tensor]:
+    """The cotangents of all outputs and their VJPs, so that an error of any of them counts as much in their sum.
+
+    If VJPs may vary by nondet_tol, the small one is not enlarged.
+    """
     vectors, products = made.vectors[: made.of_all], gradients[: made.of_all]
-    if made.positive < 0:
+    if made.positive < 0 or nondet_tol:
         return vectors, products
     scales = torch.ones(made.of_all, 1, dtype=torch.float64)
     scales[made.positive] = 1 / SMALL
@@ -528,7 +531,7 @@ def _positive_is_linear(check: SmallCheck, made: ScreeningGradOutputs, gradients
     check.vjps += 1
     parts = torch.cat([gradients[REPEATED : REPEATED + 1], found])
     allowed = check.settings.atol + check.settings.rtol * parts.abs().sum(0)
-    allowed += check.settings.nondet_tol * float(rest.abs().sum())
+    allowed += check.settings.nondet_tol * max(1 / SMALL, float(rest.abs().sum()))
     same = near(gradients[made.positive] / SMALL, parts.sum(0), allowed)
     if not bool(same.all()):
         add_products(check, rest[None], found)

@@ -499,12 +499,13 @@ def _sum_failure(
 ) -> Failure | None:
     """The failure if a gradient, shape (n,), differs from the sum of parts, shape (count, n), beyond the tolerance.
 
-    scale: the factor of the numbers in the failure's text.
+    scale: the factor of the numbers in the failure's text. The gradient is that of a grad_output times this factor,
+    divided by the factor.
     """
     total = parts.sum(0)
     atol, rtol = tolerances(problem, settings)
     # A sum of finite parts may overflow: not compared. A part that is not finite is wrong if the gradient is finite.
-    allowed = atol + (rtol + ROUNDING * problem.unit_roundoff) * parts.abs().sum(0)
+    allowed = atol + settings.nondet_tol / scale + (rtol + ROUNDING * problem.unit_roundoff) * parts.abs().sum(0)
     differs = ~((gradient - total).abs() <= allowed) & total.isfinite()
     wrong = differs | (gradient.isfinite() & ~parts.isfinite().all(0))
     if not bool(wrong.any()):

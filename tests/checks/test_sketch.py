@@ -371,6 +371,15 @@ def test_a_path_for_positive_or_small_grad_outputs(n: int, is_special: Callable[
     assert report.failure.kind == "nonlinear"
 
 
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [1, 5, 40])
+def test_gradients_may_vary_by_nondet_tol_also_for_small_grad_outputs(n: int, fast_mode: bool) -> None:
+    def vary(gradient: Tensor, _: int) -> Tensor:
+        return gradient + 3e-4 * (torch.rand(n, dtype=torch.float64) - 0.5) * bool(gradient.any())
+
+    assert fastgrad.gradcheck(doubled(vary), (normal(n),), atol=1e-3, nondet_tol=1e-3, fast_mode=fast_mode)
+
+
 @pytest.mark.parametrize("most", [4.0, 5.0])
 def test_clamps_of_large_grad_outputs(most: float) -> None:
     def change(gradient: Tensor, _: int) -> Tensor:
