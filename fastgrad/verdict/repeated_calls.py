@@ -23,7 +23,7 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.grad_outputs import check_zero_grad_output
-from fastgrad.verdict.linearity import linearity_cotangents, small_positive_failure
+from fastgrad.verdict.linearity import MEASURED, RESCALED, linearity_cotangents, small_positive_failure
 from fastgrad.verdict.negation import nonlinear_component
 from fastgrad.verdict.repeated_rows import gradients_agree, nondeterministic, nondeterministic_func
 
@@ -299,19 +299,33 @@ class RepeatedCalls:
         allowed += ROUNDING * self._problem.unit_roundoff * torch.maximum(sizes, again.abs()).nan_to_num(0.0, 0.0, 0.0)
         # The sum of infinite gradients may be NaN, or infinite with the other sign.
         infinite = ~(again.isfinite() | gradient.isfinite())
-        if bool((near(again, gradient, allowed) | infinite).all()):
-            # A difference beyond rounding may be an error of one call. It is within the tolerances, and is certified.
-            difference = _largest_difference(again, gradient)
-            if difference > ROUNDING * self._problem.unit_roundoff * largest(sizes):
-                self._rounding = max(self._rounding, difference)
-            return None
-        multiple = self._problem.vjp(SUM_MULTIPLE * cotangent[None])[0]
-        off = (~near(multiple / SUM_MULTIPLE, again, allowed)).nonzero().reshape(-1)
+        if not bool((near(again, gradient, allowed) | infinite).all()):
+            scales = cotangent.new_tensor([SUM_MULTIPLE, *RESCALED])[:, None]
+            multiples = self._problem.vjp(scales * cotangent) / scales
+            # How the backward rounds, for example if it computes in float32. More than `allowed` is no rounding.
+            changes = (multiples - again).abs().amax(0).nan_to_num(0.0, 0.0, 0.0)
+            rounding = MEASURED * torch.minimum(changes, allowed)
+            if not bool((near(again, gradient, allowed + rounding) | infinite).all()):
+                return self._sum_explanation(cotangent, again, allowed, scales, multiples)
+        # A difference beyond rounding may be an error of one call. It is within the tolerances, and is certified.
+        difference = _largest_difference(again, gradient)
+        if difference > ROUNDING * self._problem.unit_roundoff * largest(sizes):
+            self._rounding = max(self._rounding, difference)
+        return None
+
+    def _sum_explanation(
+        self, cotangent: Tensor, again: Tensor, allowed: Tensor, scales: Tensor, multiples: Tensor
+    ) -> Failure:
+        """The failure if the VJP of a cotangent, shape (n,), is not the sum of earlier VJPs: nonlinear or varying.
+
+        multiples: the VJPs of the cotangent times the scales, divided by the scales: shape (scales, n).
+        """
+        off = (~near(multiples, again.expand_as(multiples), allowed)).nonzero()
         if not off.numel() or not bool(near(self._problem.vjp(cotangent[None])[0], again, allowed).all()):
             return nondeterministic(self._problem.outputs[0])
-        at = int(off[0])
-        block = block_with(self._problem.inputs, at)
-        but = f"for {SUM_MULTIPLE:g} times this grad_output it is {multiple[at].item():.6g}"
+        which, at = (int(index) for index in off[0])
+        block, scale = block_with(self._problem.inputs, at), float(scales[which])
+        but = f"for {scale:g} times this grad_output it is {scale * multiples[which, at].item():.6g}"
         return nonlinear_component("reverse", block, at, "for one grad_output", again[at].item(), but)
 
 

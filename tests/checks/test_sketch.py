@@ -380,6 +380,27 @@ def test_gradients_may_vary_by_nondet_tol_also_for_small_grad_outputs(n: int, fa
     assert fastgrad.gradcheck(doubled(vary), (normal(n),), atol=1e-3, nondet_tol=1e-3, fast_mode=fast_mode)
 
 
+class SummedInSinglePrecision(torch.autograd.Function):
+    """Fifty times the first of five elements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x[0] * x.new_ones(50)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.cat([grad.float().sum().double().reshape(1), grad.new_zeros(4)])
+
+
+def test_rounding_in_single_precision_is_not_taken_for_other_gradients() -> None:
+    def func(x: Tensor) -> Tensor:
+        y = SummedInSinglePrecision.apply(x)
+        return y + y + y
+
+    x = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert fastgrad.gradcheck(func, (x,), rtol=0.0, fast_mode=True)
+
+
 @pytest.mark.parametrize("most", [4.0, 5.0])
 def test_clamps_of_large_grad_outputs(most: float) -> None:
     def change(gradient: Tensor, _: int) -> Tensor:
