@@ -40,12 +40,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, difference_along, entry_in_row, located_failure
-from fastgrad.verdict.linearity import (
-    linearity_failure,
-    one_hot_rows,
-    scaled_failure,
-    separate_failure,
-)
+from fastgrad.verdict.linearity import linearity_failure, one_hot_rows, scaled_failure, separate_failure
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION, nondeterministic, nondeterministic_func, raised_for
 
@@ -435,7 +430,7 @@ def next_step(settings: Settings, differences: Differences, base: Tensor, pendin
 def _repeat_failure(
     problem: Problem, settings: Settings, vector: Tensor, gradient: Tensor, repeats: Iterable[Tensor]
 ) -> Failure | None:
-    """The failure if a VJP differs when run again or scaled, or is not the sum of other VJPs."""
+    """The failure if a VJP differs when run again or scaled, or is not the sum of the VJPs of single outputs."""
     failure = separate_failure(problem, settings, vector, gradient)
     tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
     moved = [again for again in repeats if not torch.equal(again, gradient)]

@@ -25,6 +25,7 @@ from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screen
 from fastgrad.problem.first_look import values_vary
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
+from fastgrad.verdict.linearity import differs_from_sum
 from fastgrad.verdict.repeated_calls import first_varying, repeated_calls_certificate
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
 
@@ -501,15 +502,13 @@ def _agree(
     expanded, noise = made.expanded, CONSTANT * norm
     is_quiet = residuals[expanded] <= allowed[expanded] + 8 * noise
     allowed[expanded] += (8 if is_weighted else EXPANDED_MARGIN) * noise
-    quiet_positive, positive = True, made.positive
-    if positive >= 0:
-        # All its elements have one sign, so the errors of many outputs may add up.
-        quiet_positive = residuals[positive] <= SMALL * (threshold + 8 * norm)
-        allowed[positive] = math.inf
+    is_small_quiet = made.positive < 0 or residuals[made.positive] <= SMALL * (threshold + 8 * norm)
+    if made.positive >= 0:
+        allowed[made.positive] = math.inf  # its elements have one sign, so the errors of many outputs may add up
     return (
         all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
         and (is_quiet or _same_if_contiguous(check, made.vectors[expanded], gradients[expanded]))
-        and (quiet_positive or _positive_is_linear(check, made, gradients))
+        and (is_small_quiet or _small_positive_is_linear(check, made, gradients))
     )
 
 
@@ -524,18 +523,17 @@ def _same_if_contiguous(check: SmallCheck, vector: Tensor, gradient: Tensor) -> 
     return bool(same.all())
 
 
-def _positive_is_linear(check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
+def _small_positive_is_linear(check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
     """Whether the VJP of the small positive cotangent is the sum of VJPs of others, which are neither."""
+    backward = SmallBackward(check.problem, check.vjps)
     rest = made.vectors[made.positive] / SMALL - made.vectors[REPEATED]
-    found = check.problem.vjps(rest[None], [Layout.CONTIGUOUS], [-1])[0]
-    check.vjps += 1
-    parts = torch.cat([gradients[REPEATED : REPEATED + 1], found])
-    allowed = check.settings.atol + check.settings.rtol * parts.abs().sum(0)
-    allowed += check.settings.nondet_tol * max(1 / SMALL, float(rest.abs().sum()))
-    same = near(gradients[made.positive] / SMALL, parts.sum(0), allowed)
-    if not bool(same.all()):
-        add_products(check, rest[None], found)
-    return bool(same.all())
+    found = backward.vjp(rest[None])
+    check.vjps = backward.vjps
+    small, parts = gradients[made.positive] / SMALL, torch.cat([gradients[REPEATED : REPEATED + 1], found])
+    if not bool(differs_from_sum(backward, check.settings, small, parts, SMALL).any()):
+        return True
+    add_products(check, rest[None], found)
+    return False
 
 
 def _zeros_are_zero(check: SmallCheck) -> bool:

@@ -488,6 +488,21 @@ def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gr
     return _sum_failure(problem, settings, gradient, parts, which, "those of each output alone")
 
 
+def differs_from_sum(
+    problem: Problem | SmallBackward, settings: Settings, gradient: Tensor, parts: Tensor, scale: float = 1.0
+) -> Tensor:
+    """Where a gradient, shape (n,), differs from the sum of parts, shape (count, n), beyond the tolerance: bool, (n,).
+
+    scale: the gradient is that of a grad_output times this factor, divided by the factor.
+    """
+    total = parts.sum(0)
+    atol, rtol = tolerances(problem, settings)
+    allowed = atol + settings.nondet_tol / scale + (rtol + ROUNDING * problem.unit_roundoff) * parts.abs().sum(0)
+    # A sum of finite parts may overflow: not compared. A part that is not finite is wrong if the gradient is finite.
+    differs = ~((gradient - total).abs() <= allowed) & total.isfinite()
+    return differs | (gradient.isfinite() & ~parts.isfinite().all(0))
+
+
 def _sum_failure(
     problem: Problem | SmallBackward,
     settings: Settings,
@@ -497,19 +512,13 @@ def _sum_failure(
     addends: str,
     scale: float = 1.0,
 ) -> Failure | None:
-    """The failure if a gradient, shape (n,), differs from the sum of parts, shape (count, n), beyond the tolerance.
-
-    scale: the factor of the numbers in the failure's text. The gradient is that of a grad_output times this factor,
-    divided by the factor.
-    """
-    total = parts.sum(0)
-    atol, rtol = tolerances(problem, settings)
-    # A sum of finite parts may overflow: not compared. A part that is not finite is wrong if the gradient is finite.
-    allowed = atol + settings.nondet_tol / scale + (rtol + ROUNDING * problem.unit_roundoff) * parts.abs().sum(0)
-    differs = ~((gradient - total).abs() <= allowed) & total.isfinite()
-    wrong = differs | (gradient.isfinite() & ~parts.isfinite().all(0))
+    """The failure if a gradient differs from a sum, as in `differs_from_sum`; the text states both times the scale."""
+    wrong = differs_from_sum(problem, settings, gradient, parts, scale)
     if not bool(wrong.any()):
         return None
     coordinate = int(wrong.nonzero()[0])
-    block, numbers = block_with(problem.inputs, coordinate), [scale * of[coordinate].item() for of in (gradient, total)]
+    block, numbers = (
+        block_with(problem.inputs, coordinate),
+        [scale * of[coordinate].item() for of in (gradient, parts.sum(0))],
+    )
     return nonlinear_sum("reverse", block, coordinate, which, addends, *numbers)
