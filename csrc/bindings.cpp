@@ -104,6 +104,7 @@ PYBIND11_MODULE(_C, module) {
   py::class_<Graph>(module, "Graph")
       .def(py::init<std::vector<at::Tensor>, std::vector<at::Tensor>>(), py::arg("outputs"), py::arg("inputs"))
       .def("vjp", torch::wrap_pybind_function(&vjp_of_all))
+      .def_property_readonly("modified_cotangent", &Graph::modified_cotangent)
       .def_property_readonly("inputs", &Graph::inputs)
       .def_property_readonly("outputs", &Graph::outputs)
       .def("vjp_of_one", torch::wrap_pybind_function(&vjp_of_one))

@@ -21,6 +21,10 @@ class GraphRunner {
  public:
   GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
 
+  // The number of the first output whose cotangent backward has modified; -1: none. Modified values are seen in small
+  // tensors on the CPU. In others, only operators that count versions are seen.
+  int64_t modified_cotangent() const { return modified_; }
+
   // Whether later VJPs call only the nodes, without the engine.
   bool bypasses_engine() const { return state_ == State::nodes; }
 
@@ -52,10 +56,14 @@ class GraphRunner {
   // The results of the nodes; an undefined cotangent is passed on as such.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& cotangents) const;
 
+  // vjp(outputs, inputs, cotangents, false); sets modified_.
+  std::vector<at::Tensor> run_engine(const std::vector<at::Tensor>& cotangents);
+
   // As run; nothing if the engine must compute this VJP instead.
   std::optional<std::vector<at::Tensor>> try_run(const std::vector<at::Tensor>& cotangents);
 
   State state_ = State::untried;
+  int64_t modified_ = -1;
   std::vector<at::Tensor> outputs_, inputs_;
   torch::autograd::edge_list roots_;
   at::Device device_ = at::kCPU;
@@ -71,6 +79,9 @@ class Graph {
   // `of` raises if there is no output of this number.
   GraphRunner& all() { return get(-1); }
   GraphRunner& of(int64_t output);
+
+  // As of GraphRunner, among all outputs.
+  int64_t modified_cotangent() const;
 
   const std::vector<at::Tensor>& outputs() const { return outputs_; }
   const std::vector<at::Tensor>& inputs() const { return inputs_; }

@@ -40,14 +40,18 @@ bool is_same_gradient(const at::Tensor& left, const at::Tensor& right) {
   return left.defined() && right.defined() ? is_same(left, right) : left.defined() == right.defined();
 }
 
-// The largest difference of two sets of strided gradients; NaN equals NaN.
+// The largest difference of two sets of gradients: of the strided ones, where NaN equals NaN; infinite if gradients are
+// undefined, or have other sizes, in only one set.
 double largest_change(const std::vector<at::Tensor>& left, const std::vector<at::Tensor>& right) {
   const BelowAutograd guard;
   double largest = 0;
   for (size_t k = 0; k < left.size(); ++k) {
-    const bool both = left[k].defined() && right[k].defined() && left[k].layout() == at::kStrided &&
-                      right[k].layout() == at::kStrided && left[k].sizes() == right[k].sizes();
-    if (both && left[k].numel() > 0) {
+    const bool both = left[k].defined() && right[k].defined();
+    if (left[k].defined() != right[k].defined() || (both && left[k].sizes() != right[k].sizes())) {
+      return INFINITY;
+    }
+    const bool are_strided = both && left[k].layout() == at::kStrided && right[k].layout() == at::kStrided;
+    if (are_strided && left[k].numel() > 0) {
       const at::Tensor equal = left[k].eq(right[k]).logical_or(left[k].isnan().logical_and(right[k].isnan()));
       const at::Tensor change = (left[k] - right[k]).abs().masked_fill(equal, 0.0);
       largest = std::max(largest, change.nan_to_num(INFINITY, INFINITY, INFINITY).max().item<double>());

@@ -260,9 +260,9 @@ def _varying_tangents(problem: Problem, settings: Settings, findings: Findings) 
 
 
 def other_checks_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
-    """The failure of the checks besides the Jacobians: modified tangents; undefined, zero and batched vectors."""
+    """The failure of the checks besides the Jacobians: modified vectors; undefined, zero and batched vectors."""
     backward, block = findings.backward, problem.modified_tangent
-    failure = None if block is None else modified_tangent(block)
+    failure = _modified_grad_output(problem, findings) if block is None else modified_tangent(block)
     if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
@@ -278,6 +278,14 @@ def other_checks_failure(problem: Problem, settings: Settings, findings: Finding
     if failure is None and settings.check_undefined_grad:
         failure = check_undefined_grads(problem, backward.zeros[1:] if backward else None)
     return failure
+
+
+def _modified_grad_output(problem: Problem, findings: Findings) -> Failure | None:
+    """The failure of a backward that has modified a grad_output. Other nodes that use it then get wrong values."""
+    number = problem.modified_grad_output
+    if number < 0 and isinstance(findings, SmallCheck) and findings.problem.is_plain:
+        number = findings.problem.graph.modified_cotangent
+    return None if number < 0 else Failure.at("modified grad_output", problem.outputs[number])
 
 
 def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
@@ -358,6 +366,8 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
 
     plan = make_sketch_plan(settings)
     if not problem.m:
+        if isinstance(problem.func, Backward):
+            problem.evaluate(False)  # raises if only the first call returned None for all inputs
         return plan, None  # nothing to compare
     if not problem.has_graph:
         screens = [screen_constant]

@@ -76,7 +76,7 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
 
 
 def _run(check: SmallCheck, backward: Backward | None) -> None:
-    if _values_pass(check):
+    if _values_pass(check) and check.problem.graph.modified_cotangent < 0:
         check.passes = _other_checks_pass(check, backward)
 
 

@@ -7,8 +7,9 @@ differences and VJPs of `small_sums`. If the entries do not explain these, the c
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -220,8 +221,7 @@ def _reacting_outputs(check: SmallCheck) -> Mask | None:
 
 
 def _values_at(check: SmallCheck, displacement: Tensor) -> Tensor | None:
-    values = unless_rejected(partial(check.problem.values_at, displacement))
-    return None if isinstance(values, tuple) else values
+    return _unless_changed(check, partial(check.problem.values_at, displacement), "next to the inputs")
 
 
 @phase("numerical columns")
@@ -229,8 +229,21 @@ def _numerical_entries(check: SmallCheck, pattern: SmallPattern) -> Tensor | Non
     """The numerical entries, shape (entries,); None if func raises for steps of groups, or returns something else."""
     compression = pattern.compression
     groups = compression.column_groups.groups
-    found = unless_rejected(partial(check.problem.difference_entries, groups, compression.columns, check.settings.eps))
-    return None if isinstance(found, tuple) else found
+    run = partial(check.problem.difference_entries, groups, compression.columns, check.settings.eps)
+    return _unless_changed(check, run, "at steps of several inputs")
+
+
+def _unless_changed(check: SmallCheck, run: Callable[[], Tensor | tuple[Any, ...]], where: str) -> Tensor | None:
+    """The result of calls of func; None if it raises, or returns outputs of another kind, also when repeated.
+
+    If it returned outputs of another kind only once, this is noted. where: the calls, as text.
+    """
+    found = unless_rejected(run)
+    if not isinstance(found, tuple):
+        return found
+    if isinstance(unless_rejected(run), Tensor):
+        check.irreproducible.append(where)
+    return None
 
 
 @phase("backward")

@@ -190,6 +190,12 @@ class ReverseMode(Evaluation):
                 self.unspecified = modulus(entry.value)
         self.vjps += vjps
 
+    @property
+    def modified_grad_output(self) -> int:
+        """The index of an output whose grad_output backward has modified; -1: none is known."""
+        graphs = [recorded.graph for recorded in (self._first, self._recorded) if recorded and recorded.graph]
+        return max((graph.modified_cotangent for graph in graphs), default=-1)
+
     def vjp_of_older_graph(self, cotangents: Tensor, only: Block | None) -> Tensor:
         """V J as in `vjp`, from the first graph if func was called since; otherwise as in `vjp_before`."""
         if self.evaluations_since_first_graph():

@@ -114,7 +114,10 @@ class Backward:
         if self._by_transforms:
             return self._transformed(*arguments)
         gradients = self._recorded(*arguments) if torch.is_grad_enabled() else self._not_recorded(arguments)
-        self.exist = [gradient is not None for gradient in gradients]
+        exist = [gradient is not None for gradient in gradients]
+        if self.exist and exist != self.exist:
+            raise RuntimeError("backward returns None for an input in some calls, but not in others.")
+        self.exist = exist
         return tuple([gradient for gradient in gradients if gradient is not None])
 
     def _check_shapes(self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]) -> None:

@@ -30,6 +30,7 @@ FailureKind = Literal[
     "undefined grad raises",
     "undefined grad not zero",
     "tangent dtype",
+    "modified grad_output",
     "modified tangent",
     "undefined tangent",
     "recorded gradient",

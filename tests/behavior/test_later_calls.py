@@ -155,7 +155,52 @@ class WritesGradOutput(torch.autograd.Function):
 
 @pytest.mark.parametrize("n", [3, 20, 200])
 @pytest.mark.parametrize("fast_mode", [False, True])
-def test_batched_gradients_show_that_backward_writes_into_grad_output(n: int, fast_mode: bool) -> None:
-    report = fastgrad.check(WritesGradOutput.apply, leaf(n), check_batched_grad=True, fast_mode=fast_mode)
+def test_a_backward_that_writes_only_into_contiguous_grad_outputs(n: int, fast_mode: bool) -> None:
+    report = fastgrad.check(WritesGradOutput.apply, leaf(n), fast_mode=fast_mode)
     assert report.failure is not None
-    assert report.failure.kind == "batched differs"
+    assert report.failure.kind == "modified grad_output"
+
+
+@pytest.mark.parametrize("n", [1, 3, 12, 40])
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_a_gradient_that_is_missing_in_one_call_of_a_second_order_check(n: int, fast_mode: bool) -> None:
+    calls, missing = 0, -1
+
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:  # type: ignore[override]
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: FunctionCtx, g: Tensor) -> Tensor | None:  # type: ignore[override]
+            nonlocal calls
+            (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+            calls += 1
+            return None if calls == missing else 3 * x * x * g
+
+    assert fastgrad.gradgradcheck(Cube.apply, leaf(n), fast_mode=fast_mode)
+    for call in range(1, calls + 1):
+        calls, missing = 0, call
+        with pytest.raises((RuntimeError, AssertionError)):
+            fastgrad.gradgradcheck(Cube.apply, leaf(n), fast_mode=fast_mode)
+
+
+@pytest.mark.parametrize("other", [lambda y: y[:-1], lambda y: y.float(), lambda y: y[None], lambda y: None])
+@pytest.mark.parametrize("n", [3, 400])
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_func_that_returns_another_kind_of_output_once(
+    other: Callable[[Tensor], object], n: int, fast_mode: bool
+) -> None:
+    calls, changed = 0, -1
+
+    def func(x: Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        return other(x**3) if calls == changed else x**3
+
+    assert fastgrad.gradcheck(func, leaf(n), fast_mode=fast_mode)
+    for call in range(2, calls + 1):
+        calls, changed = 0, call
+        with pytest.raises((RuntimeError, AssertionError)):
+            fastgrad.gradcheck(func, leaf(n), fast_mode=fast_mode)

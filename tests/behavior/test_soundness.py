@@ -870,6 +870,31 @@ def test_gradients_of_a_grad_output_that_is_kept_by_its_identity_fail(
 
 @pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"check_undefined_grad": False}], ids=str)
 @pytest.mark.parametrize("n", [1, 3, 400])
+@pytest.mark.parametrize("change", [lambda g: g.mul_(3), lambda g: g.data.mul_(2), lambda g: g.numpy().fill(7.0)])
+def test_a_backward_that_modifies_its_grad_output_fails(
+    change: Callable[[Tensor], object], n: int, keywords: dict[str, Any]
+) -> None:
+    """Its own gradient is right, and torch does not raise, because no grad_output of one element is expanded."""
+    is_wrong = True
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        gradient = g * 2 * x
+        if is_wrong:
+            change(g)
+        return gradient
+
+    x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).requires_grad_()
+    func = custom(lambda x: x.square().sum(), backward)
+    report = fastgrad.check(lambda x: (x.sin(), func(x)), x, **keywords)
+    assert report.failure is not None
+    assert report.failure.kind == "modified grad_output"
+    assert "backward modifies the grad_output of result[1] in place" in str(report)
+    is_wrong = False
+    assert fastgrad.check(lambda x: (x.sin(), func(x)), x, **keywords).passed
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"check_undefined_grad": False}], ids=str)
+@pytest.mark.parametrize("n", [1, 3, 400])
 @pytest.mark.parametrize("change", [lambda t: t.mul_(3), lambda t: t.zero_(), lambda t: t.data.mul_(2)])
 def test_a_jvp_that_modifies_its_tangent_fails(
     change: Callable[[Tensor], Tensor], n: int, keywords: dict[str, Any]

@@ -92,6 +92,15 @@ def vjp(
     return gradients_of(outputs, inputs, cotangents, create_graph)
 
 
+@hidden_from_autograd
+def _state(tensor: Tensor | None) -> tuple[int, str]:
+    """What shows whether backward has modified a tensor: its version and, if it is small, its values."""
+    if tensor is None:
+        return -1, ""
+    is_small = tensor.numel() <= 1024 and tensor.layout is torch.strided and not is_dispatched_to_python(tensor)
+    return -1 if tensor.is_inference() else tensor._version, str(tensor.tolist()) if is_small else ""
+
+
 class Graph:
     """The graph behind some outputs, for VJPs by the autograd engine."""
 
@@ -99,12 +108,21 @@ class Graph:
 
     def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         self.outputs, self.inputs = list(outputs), list(inputs)
+        self.modified_cotangent = -1
 
     def vjp(self, cotangents: Sequence[Tensor | None]) -> Gradients:
-        return vjp(self.outputs, self.inputs, cotangents, False)
+        return self.vjps_of(range(len(self.outputs)), cotangents)
 
     def vjp_of_one(self, output: int, cotangent: Tensor) -> Gradients:
-        return vjp([self.outputs[output]], self.inputs, [cotangent], False)
+        return self.vjps_of([output], [cotangent])
+
+    def vjps_of(self, which: Sequence[int], cotangents: Sequence[Tensor | None]) -> Gradients:
+        before = [_state(cotangent) for cotangent in cotangents]
+        gradients = vjp([self.outputs[o] for o in which], self.inputs, cotangents, False)
+        changed = (o for o, old, now in zip(which, before, cotangents, strict=True) if old != _state(now))
+        if self.modified_cotangent < 0:
+            self.modified_cotangent = next(changed, -1)
+        return gradients
 
     def vjp_of_zeros(self) -> Gradients:
         return self._of_zeros(self.outputs)
@@ -139,8 +157,9 @@ class SmallProblem:
 def _largest_change(left: Gradients, right: Gradients) -> float:
     changes = [0.0]
     for a, b in zip(left, right, strict=True):
-        both = a is not None and b is not None and a.layout is b.layout is torch.strided and a.shape == b.shape
-        if a is not None and b is not None and both and a.numel():
+        if a is None or b is None or a.shape != b.shape:
+            changes.append(0.0 if a is b else torch.inf)
+        elif a.layout is b.layout is torch.strided and a.numel():
             equal = (a == b) | (a.isnan() & b.isnan())
             changes.append(float((a - b).abs().masked_fill(equal, 0.0).nan_to_num(torch.inf).max()))
     return max(changes)
@@ -296,11 +315,11 @@ def _vjp_of_row(graph: Graph, row: Tensor, layout: int, only: int, last: dict[in
     for o, output in enumerate(graph.outputs):
         own = row[offset : (offset := offset + coordinate_count(output))]
         if only in (-1, o):
-            chosen.append(output)
+            chosen.append(o)
             grad_outputs.append(_grad_output(output, own, layout, last.get(o)))
             if layout == 0:
                 last[o] = grad_outputs[-1]
-    return vjp(chosen, graph.inputs, grad_outputs, False)
+    return graph.vjps_of(chosen, grad_outputs)
 
 
 def vjp_coordinates(
@@ -367,7 +386,7 @@ def vjp_rows(
         with_one[(first + i) * (2 if output.is_complex() else 1) + imaginary] = scale
         count_as_written(cotangent)
         ops.unflatten_(cotangent, with_one)
-        _flatten_gradients(vjp([output], graph.inputs, [cotangent], False), inputs, into, i, match, scale)
+        _flatten_gradients(graph.vjp_of_one(which, cotangent), inputs, into, i, match, scale)
 
     for i in range(len(rows)):
         run(i, 1.0, rows)
@@ -403,7 +422,7 @@ def vjp_groups(
         return cotangent
 
     def run(chosen: Tensor, scale: float, into: Tensor) -> None:
-        found = vjp([output], graph.inputs, [cotangent_of(chosen, scale)], False)
+        found = graph.vjp_of_one(which, cotangent_of(chosen, scale))
         _flatten_gradients(found, inputs, into, 0, match, scale)
 
     for g in range(len(groups.starts) - 1):
