@@ -15,8 +15,8 @@ from fastgrad.checks.dense import dense_check
 from fastgrad.checks.description import environment, subject
 from fastgrad.checks.one_block import is_small, runs_single_rows, take_calls
 from fastgrad.checks.small_result import UNDECIDED_SUMS, SmallCheck
-from fastgrad.core.errors import raise_if_transient, raise_unless_of_func
-from fastgrad.core.memory import OUT_OF_MEMORY, is_temporary
+from fastgrad.core.errors import as_raised, raise_if_transient, raise_unless_of_func
+from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch
 from fastgrad.core.progress import Progress
 from fastgrad.engines import cost_model
@@ -321,9 +321,7 @@ def _all_entries(
             outcome = check_by_structure(problem, settings, look, calls, findings)
             if outcome is not None:
                 return outcome
-    except OUT_OF_MEMORY as error:
-        if is_temporary(error):
-            raise
+    except OUT_OF_MEMORY:
         obstacle = "; the compressed engine ran out of memory"
     plan = make_plan(problem, settings, look)
     plan = replace(plan, reason=plan.reason + obstacle) if obstacle else plan
@@ -335,11 +333,10 @@ def _all_entries(
         try:
             plan, failure = dense_check(problem, plan, settings, look, own, calls)
         except OUT_OF_MEMORY as error:
-            if is_temporary(error):
-                raise
             smaller = with_less_memory(problem, plan)
             if smaller is None:
-                raise MemoryError(_out_of_memory_message(problem, plan, settings, error)) from error
+                lack = as_raised(error)
+                raise MemoryError(_out_of_memory_message(problem, plan, settings, lack)) from lack
             plan = smaller
         else:
             findings.add(own)

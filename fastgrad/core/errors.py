@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 
-from fastgrad.core.memory import OUT_OF_MEMORY, Result
+from fastgrad.core.memory import OUT_OF_MEMORY, RaisedOnce, RecurringMemoryError, Result
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """The directory of the package: frames whose files are in it are fastgrad's own code."""
@@ -81,10 +81,15 @@ def unless_rejected(run: Callable[[], Result]) -> Result | None:
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """The exception of func or backward, if Python replaced it by a RuntimeError: a StopIteration in a generator.
+    """The exception of func or backward that another one stands for; any other exception is returned unchanged.
 
-    This concerns only fastgrad's own generators. Any other exception is returned unchanged.
+    These are `RecurringMemoryError`, `RaisedOnce`, and the RuntimeError by which Python replaces a StopIteration in one
+    of fastgrad's own generators.
     """
+    if isinstance(error, RaisedOnce):
+        return error.error
+    if isinstance(error, RecurringMemoryError) and error.__cause__ is not None:
+        return error.__cause__
     ours = _innermost_file(error).startswith(PACKAGE)
     stopped = ours and isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
     return error.__cause__ if stopped and error.__cause__ is not None else error

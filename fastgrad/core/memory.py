@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -134,70 +133,50 @@ def raises_memory_error(func: Callable[Parameters, Result]) -> Callable[Paramete
     return wrapped
 
 
-class _Calls(threading.local):
-    """The running calls of functions that `repeats_if_memory_lacks` decorates, in this thread.
+class RaisedOnce(BaseException):
+    """func or backward raised an exception that means a lack of memory, but not when the calls were repeated.
 
-    Attributes
-    ----------
-    depth
-        How many of them are running, each called by the one before.
-    number
-        The number of the outermost one.
+    It is no Exception, so that no handler takes it for a lack of memory, or for an exception that recurs.
     """
 
-    depth = number = 0
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        """What func or backward raised."""
 
 
-_calls = _Calls()
-
-_RECURS = "_fastgrad_lack_recurs"
-"""The attribute of an exception: the number of the call that raised it, and whether the same call raised it again.
-func may raise one exception object in several calls."""
+class RecurringMemoryError(MemoryError):
+    """A lack of memory that recurred when the calls were repeated; its cause is the exception itself."""
 
 
 def lacks_again(run: Callable[[], object]) -> bool:
-    """Whether calls that lacked memory lack it again; any other exception is raised."""
+    """Whether calls that lacked memory lack it again."""
     try:
         raises_memory_error(run)()
     except OUT_OF_MEMORY:
         return True
+    except Exception:  # for example, because torch was left in another state
+        return False
     return False
-
-
-def recurs(error: BaseException, run: Callable[[], object]) -> bool:
-    """Whether a lack of memory recurs if the calls that raised it are repeated; `is_temporary` knows it afterwards."""
-    again = lacks_again(run)
-    setattr(error, _RECURS, (_calls.number, again))
-    return again
 
 
 def repeats_if_memory_lacks(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorates a function that calls func or backward: if memory is lacking, it runs again under the same conditions.
 
-    If the lack recurs, less memory may help. Otherwise func or backward raised once: `is_temporary` is true of the
-    exception, and no engine may take the place of another because of it. Errors are converted as in
-    `raises_memory_error`.
+    If the lack recurs, less memory may help: RecurringMemoryError. Otherwise func or backward raised once, and no
+    engine may take the place of another because of it: RaisedOnce. `as_raised` gives the exception itself. Errors are
+    converted as in `raises_memory_error`.
     """
     allocating = raises_memory_error(func)
 
     @functools.wraps(func)
     def wrapped(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
-        if not _calls.depth:
-            _calls.number += 1
-        _calls.depth += 1
         try:
             return allocating(*arguments, **keywords)
-        except OUT_OF_MEMORY as error:
-            if getattr(error, _RECURS, (0, True))[0] != _calls.number:  # otherwise an inner function has run again
-                recurs(error, lambda: func(*arguments, **keywords))
+        except RecurringMemoryError:  # an inner function has run again
             raise
-        finally:
-            _calls.depth -= 1
+        except OUT_OF_MEMORY as error:
+            if not lacks_again(functools.partial(func, *arguments, **keywords)):
+                raise RaisedOnce(error) from error
+            raise RecurringMemoryError(str(error)) from error
 
     return wrapped
-
-
-def is_temporary(error: BaseException) -> bool:
-    """Whether calls of func or backward lacked memory, but did not lack it when they were repeated."""
-    number, recurs = getattr(error, _RECURS, (0, True))
-    return number == _calls.number and not recurs

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fastgrad.core.errors import raise_if_transient
-from fastgrad.core.memory import OUT_OF_MEMORY, recurs
+from fastgrad.core.memory import OUT_OF_MEMORY, RaisedOnce, lacks_again
 from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import relative_step
@@ -147,8 +147,8 @@ def difference_columns(
             try:
                 plus, minus = evaluate()
             except OUT_OF_MEMORY as error:
-                if not recurs(error, evaluate):
-                    raise
+                if not lacks_again(evaluate):
+                    raise RaisedOnce(error) from error
                 raise UnsuitableError("out of memory") from error  # one call at a time needs less memory
             except Exception as error:
                 raise_if_transient(error, evaluate)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgrad.core import native
 from fastgrad.core.errors import as_raised
-from fastgrad.core.memory import OUT_OF_MEMORY, is_temporary, raises_memory_error, repeats_if_memory_lacks
+from fastgrad.core.memory import OUT_OF_MEMORY, raises_memory_error, repeats_if_memory_lacks
 from fastgrad.core.phases import clock, phase, working_seconds
 from fastgrad.core.precision import relative_step, spacing
 from fastgrad.core.progress import Progress
@@ -222,8 +222,8 @@ class Evaluation:
         if self._recorded is None:
             try:
                 self._recorded = _Recorded(self._recorded_outputs())
-            except OUT_OF_MEMORY as error:
-                if self._first is None or is_temporary(error):
+            except OUT_OF_MEMORY:
+                if self._first is None:
                     raise
                 self._first, self.freed_first_graph = None, True  # a new graph needs its memory
                 self._recorded = _Recorded(self._recorded_outputs())

@@ -325,3 +325,15 @@ def test_the_first_graph_gives_way_to_a_new_one(
     assert report.passed
     assert any("the first graph" in note for note in report.notes)
     assert len(refused) == 2  # the evaluation was repeated: a lack of memory recurs
+
+
+def test_a_lack_is_raised_if_the_repeated_call_raises_something_else() -> None:
+    class HungryThenBroken(Hungry):
+        def __call__(self, x: Tensor) -> Tensor:
+            if self.calls == self.last:
+                raise ValueError("later")
+            return super().__call__(x)
+
+    for engine in ("auto", "dense", "compressed"):
+        with pytest.raises(MemoryError, match="planted"):
+            fastgrad.gradcheck(HungryThenBroken(MemoryError("planted"), 7, 7), leaf(1000), engine=engine)
