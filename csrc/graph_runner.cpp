@@ -60,6 +60,46 @@ bool are_equal(const std::vector<at::Tensor>& left, const std::vector<at::Tensor
 // runs the VJP again and raises with its own message.
 std::string as_it_is(const std::string& message) { return message; }
 
+// Shows which tensors are modified: by their versions and, if they are small, by their values.
+class TensorStates {
+ public:
+  explicit TensorStates(const std::vector<at::Tensor>& tensors) : tensors_(tensors) {
+    std::transform(tensors.begin(), tensors.end(), std::back_inserter(states_), state_of);
+  }
+
+  // The number of the first tensor that was modified since; -1: none.
+  int64_t first_modified() const {
+    const auto is_same = [](double old, double now) { return old == now || (std::isnan(old) && std::isnan(now)); };
+    for (size_t k = 0; k < tensors_.size(); ++k) {
+      const auto [version, values] = state_of(tensors_[k]);
+      const auto& [old_version, old_values] = states_[k];
+      if (version != old_version ||
+          !std::equal(values.begin(), values.end(), old_values.begin(), old_values.end(), is_same)) {
+        return static_cast<int64_t>(k);
+      }
+    }
+    return -1;
+  }
+
+ private:
+  using State = std::pair<uint32_t, std::vector<double>>;
+
+  static State state_of(const at::Tensor& tensor) {
+    State state{0, {}};
+    if (tensor.defined() && !tensor.is_inference()) {
+      state.first = tensor._version();
+    }
+    if (tensor.defined() && is_small_and_plain(tensor)) {
+      const double* const values = tensor.const_data_ptr<double>();
+      state.second.assign(values, values + tensor.numel());
+    }
+    return state;
+  }
+
+  const std::vector<at::Tensor>& tensors_;
+  std::vector<State> states_;
+};
+
 bool is_accumulation(const Node& node) { return dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); }
 
 }  // namespace
@@ -236,32 +276,10 @@ std::optional<std::vector<at::Tensor>> GraphRunner::try_run(const std::vector<at
 }
 
 std::vector<at::Tensor> GraphRunner::run_engine(const std::vector<at::Tensor>& cotangents) {
-  struct Before {
-    int64_t version;
-    std::vector<double> values;
-  };
-  const auto state_of = [](const at::Tensor& cotangent) {
-    Before state{-1, {}};
-    if (cotangent.defined() && !cotangent.is_inference()) {
-      state.version = cotangent._version();
-    }
-    if (cotangent.defined() && is_small_and_plain(cotangent)) {
-      const double* const values = cotangent.const_data_ptr<double>();
-      state.values.assign(values, values + cotangent.numel());
-    }
-    return state;
-  };
-  std::vector<Before> before;
-  std::transform(cotangents.begin(), cotangents.end(), std::back_inserter(before), state_of);
+  const TensorStates outputs(outputs_), given(cotangents);
   std::vector<at::Tensor> gradients = fastgrad::vjp(outputs_, inputs_, cotangents, /*create_graph=*/false);
-  for (size_t k = 0; k < cotangents.size() && modified_ < 0; ++k) {
-    const auto [version, values] = state_of(cotangents[k]);
-    const auto is_same = [](double old, double now) { return old == now || (std::isnan(old) && std::isnan(now)); };
-    if (version != before[k].version ||
-        !std::equal(values.begin(), values.end(), before[k].values.begin(), before[k].values.end(), is_same)) {
-      modified_ = static_cast<int64_t>(k);
-    }
-  }
+  modified_output_ = modified_output_ < 0 ? outputs.first_modified() : modified_output_;
+  modified_cotangent_ = modified_cotangent_ < 0 ? given.first_modified() : modified_cotangent_;
   return gradients;
 }
 
@@ -334,10 +352,10 @@ std::vector<at::Tensor> GraphRunner::vjp_of_undefined(std::optional<int64_t> one
 Graph::Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs)
     : outputs_(std::move(outputs)), inputs_(std::move(inputs)) {}
 
-int64_t Graph::modified_cotangent() const {
+int64_t Graph::modified(int64_t (GraphRunner::*number)() const) const {
   for (const auto& [output, runner] : runners_) {
-    if (runner.modified_cotangent() >= 0) {
-      return output < 0 ? runner.modified_cotangent() : output;
+    if ((runner.*number)() >= 0) {
+      return output < 0 ? (runner.*number)() : output;
     }
   }
   return -1;

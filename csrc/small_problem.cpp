@@ -210,13 +210,13 @@ bool SmallProblem::take_outputs() {
     return false;
   }
   is_custom_ = !runs_no_custom_code(outputs, inputs);
-  graph_ = std::make_unique<Graph>(std::move(outputs), std::move(inputs));
+  graph_ = std::make_shared<Graph>(std::move(outputs), std::move(inputs));
   return true;
 }
 
-Graph& SmallProblem::graph() const {
+std::shared_ptr<Graph> SmallProblem::shared_graph() const {
   TORCH_CHECK(graph_ != nullptr, "SmallProblem: a problem that is not plain has no graph here");
-  return *graph_;
+  return graph_;
 }
 
 void SmallProblem::release() {
@@ -237,7 +237,7 @@ bool SmallProblem::record_again() {
     }
     outputs.push_back(THPVariable_Unpack(value));
   }
-  graph_ = std::make_unique<Graph>(std::move(outputs), arguments_of(blocks_));
+  graph_ = std::make_shared<Graph>(std::move(outputs), arguments_of(blocks_));
   return true;
 }
 

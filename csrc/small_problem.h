@@ -45,7 +45,8 @@ class SmallProblem {
   // Whether custom code, hooks included, runs in the backward: it may keep a state.
   bool is_custom() const { return is_custom_; }
   bool records_differences() const { return evaluator_->records_differences(); }
-  Graph& graph() const;
+  Graph& graph() const { return *shared_graph(); }
+  std::shared_ptr<Graph> shared_graph() const;
 
   // Of an input or output: position among arguments or results, number of elements, coordinates per element.
   using Place = std::tuple<int64_t, int64_t, int64_t>;
@@ -149,7 +150,7 @@ class SmallProblem {
   at::Device device_ = at::kCPU;
   std::vector<Place> inputs_, outputs_;
   std::vector<OutputSpec> specs_;
-  std::unique_ptr<Graph> graph_;
+  std::shared_ptr<Graph> graph_;
   at::Tensor base_;
 };
 

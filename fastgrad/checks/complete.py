@@ -196,8 +196,8 @@ def _report(
 
 def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     backward = problem.func if isinstance(problem.func, Backward) else None
-    if backward is not None and problem.has_graph:
-        problem.base()  # called while the first evaluation still provides this value
+    if problem.has_graph and (backward is not None or (problem.is_custom and problem.evaluations == 1)):
+        problem.base()  # called while the first evaluation still provides this value: backward may modify outputs
     sums_are_open = isinstance(findings, SmallCheck) and findings.undecided_sums is not None
     if sums_are_open and compares_undecided_entries(problem, settings):
         findings.notes.append(UNDECIDED_SUMS)
@@ -262,7 +262,7 @@ def _varying_tangents(problem: Problem, settings: Settings, findings: Findings) 
 def other_checks_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
     """The failure of the checks besides the Jacobians: modified vectors; undefined, zero and batched vectors."""
     backward, block = findings.backward, problem.modified_tangent
-    failure = _modified_grad_output(problem, findings) if block is None else modified_tangent(block)
+    failure = _modified(problem, findings) if block is None else modified_tangent(block)
     if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
@@ -280,12 +280,18 @@ def other_checks_failure(problem: Problem, settings: Settings, findings: Finding
     return failure
 
 
-def _modified_grad_output(problem: Problem, findings: Findings) -> Failure | None:
-    """The failure of a backward that has modified a grad_output. Other nodes that use it then get wrong values."""
-    number = problem.modified_grad_output
-    if number < 0 and isinstance(findings, SmallCheck) and findings.problem.is_plain:
-        number = findings.problem.graph.modified_cotangent
-    return None if number < 0 else Failure.at("modified grad_output", problem.outputs[number])
+def _modified(problem: Problem, findings: Findings) -> Failure | None:
+    """The failure of a backward that has modified a grad_output or an output. Whatever uses it gets wrong values."""
+    graphs = problem.vjp_graphs()
+    if isinstance(findings, SmallCheck) and findings.problem.is_plain:
+        graphs.append(findings.problem.graph)
+    for graph in graphs:
+        if graph.modified_cotangent >= 0:
+            return Failure.at("modified grad_output", problem.outputs[graph.modified_cotangent])
+        if graph.modified_output >= 0:
+            return Failure.at("modified output", problem.outputs[graph.modified_output])
+    changed = problem.changed_output() if problem.is_custom else None
+    return None if changed is None else Failure.at("modified output", changed)
 
 
 def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:

@@ -76,7 +76,10 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
 
 
 def _run(check: SmallCheck, backward: Backward | None) -> None:
-    if _values_pass(check) and check.problem.graph.modified_cotangent < 0:
+    if not _values_pass(check):
+        return
+    graph = check.problem.graph
+    if max(graph.modified_cotangent, graph.modified_output) < 0:
         check.passes = _other_checks_pass(check, backward)
 
 

@@ -31,6 +31,7 @@ FailureKind = Literal[
     "undefined grad not zero",
     "tangent dtype",
     "modified grad_output",
+    "modified output",
     "modified tangent",
     "undefined tangent",
     "recorded gradient",

@@ -280,6 +280,7 @@ _HEADLINES: dict[FailureKind, str] = {
     "undefined grad not zero": "the gradient of {input} is not zero for an undefined grad_output",
     "tangent dtype": "the jvp returns a complex tangent for a real output, or a real tangent for a complex output",
     "modified grad_output": "backward modifies the grad_output of {output} in place",
+    "modified output": "backward modifies {output} in place",
     "modified tangent": "the jvp modifies the tangent of {input} in place",
     "undefined tangent": "the jvp does not treat an undefined tangent of {input} as zero",
     "recorded gradient": "the gradients differ between create_graph=True and create_graph=False",
@@ -413,6 +414,8 @@ _PHRASES: dict[FailureKind, str] = {
     "tangent dtype": "Forward AD gradient has dtype mismatch: either the tangent or its output is complex, not both.",
     "modified grad_output": "Mismatch in grad_output values of {output} before and after a call of backward. Other "
     "nodes that use this grad_output get wrong values.",
+    "modified output": "Mismatch in values of {output} before and after a call of backward. Functions that use it "
+    "later get wrong values.",
     "modified tangent": "Mismatch in tangent values of {input} before and after a call of the jvp. Other operators "
     "that use this tangent get wrong values.",
     "undefined tangent": "Mismatch in tangent values for output with index: {number} when the tangent of {input} is "

@@ -893,6 +893,40 @@ def test_a_backward_that_modifies_its_grad_output_fails(
     assert fastgrad.check(lambda x: (x.sin(), func(x)), x, **keywords).passed
 
 
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [1, 3, 400, 3000])
+@pytest.mark.parametrize("change", [lambda y: y.mul_(3), lambda y: y.data.mul_(2), lambda y: y.numpy().fill(7.0)])
+def test_a_backward_that_modifies_an_output_fails(change: Callable[[Tensor], object], n: int, fast_mode: bool) -> None:
+    """Its own gradient is right. Functions that use the output afterwards, or backwards that saved it, get others."""
+    is_wrong = True
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            y = x.square()
+            ctx.save_for_backward(x)
+            ctx.y = y.detach()
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            if is_wrong:
+                change(ctx.y)
+            return 2 * x * g
+
+    def check() -> fastgrad.Report:
+        x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).requires_grad_()
+        return fastgrad.check(Square.apply, x, fast_mode=fast_mode)
+
+    report = check()
+    assert report.failure is not None
+    assert report.failure.kind == "modified output"
+    assert "backward modifies result in place" in str(report)
+    is_wrong = False
+    assert check().passed
+
+
 @pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"check_undefined_grad": False}], ids=str)
 @pytest.mark.parametrize("n", [1, 3, 400])
 @pytest.mark.parametrize("change", [lambda t: t.mul_(3), lambda t: t.zero_(), lambda t: t.data.mul_(2)])

@@ -108,7 +108,7 @@ class Graph:
 
     def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         self.outputs, self.inputs = list(outputs), list(inputs)
-        self.modified_cotangent = -1
+        self.modified_output = self.modified_cotangent = -1
 
     def vjp(self, cotangents: Sequence[Tensor | None]) -> Gradients:
         return self.vjps_of(range(len(self.outputs)), cotangents)
@@ -117,11 +117,17 @@ class Graph:
         return self.vjps_of([output], [cotangent])
 
     def vjps_of(self, which: Sequence[int], cotangents: Sequence[Tensor | None]) -> Gradients:
-        before = [_state(cotangent) for cotangent in cotangents]
-        gradients = vjp([self.outputs[o] for o in which], self.inputs, cotangents, False)
-        changed = (o for o, old, now in zip(which, before, cotangents, strict=True) if old != _state(now))
-        if self.modified_cotangent < 0:
-            self.modified_cotangent = next(changed, -1)
+        outputs = [self.outputs[o] for o in which]
+        before = [[_state(tensor) for tensor in tensors] for tensors in (outputs, cotangents)]
+        gradients = vjp(outputs, self.inputs, cotangents, False)
+        changed_outputs, changed_cotangents = (
+            [o for o, old, now in zip(which, states, tensors, strict=True) if old != _state(now)]
+            for states, tensors in zip(before, (outputs, cotangents), strict=True)
+        )
+        if changed_outputs:
+            self.modified_output = changed_outputs[0]
+        if changed_cotangents:
+            self.modified_cotangent = changed_cotangents[0]
         return gradients
 
     def vjp_of_zeros(self) -> Gradients:
