@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from fastgrad.core.precision import LOWER
-from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_jvp, of_sample, of_sums, of_tangents
+from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_sample, of_sums
+from fastgrad.diagnosis.wording import wording
 from fastgrad.problem.validation import DISABLED
 from fastgrad.report.evidence import Cause, CauseName, Evidence
 from fastgrad.report.failure import Entry, Failure, modulus
@@ -39,17 +40,11 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
     if failure.kind == "mismatch":
         found += _of_modes(failure, evidence, report.settings)
         found += _of_experiments(failure, evidence)
-        of_entries: Iterable[Cause] = ()
         is_known = failure.numerical_issue != "not converged"  # values that depend on the step are no evidence
         if is_known and sample is not None and bool(sample.failing.any()):
-            of_entries = of_sample(sample, report, failure, own)
+            found += of_sample(sample, report, failure, own)
         elif is_known and failure.comparison is not None:
-            of_entries = of_sums(failure.comparison)
-        if failure.mode == "forward":
-            of_entries = map(of_tangents, of_entries)
-            if report.settings.order == 1:  # otherwise, the jvp is one of func's backward
-                of_entries = map(of_jvp, of_entries)
-        found += of_entries
+            found += of_sums(failure.comparison, wording(report, failure))
     best: dict[str, Cause] = {}
     for cause in sorted(found, key=lambda cause: -cause.confidence):
         best.setdefault(cause.name, cause)

@@ -16,7 +16,7 @@ from fastgrad.diagnosis.func_experiments import FuncExperiments
 from fastgrad.diagnosis.hypotheses import HYPOTHESIS_CALLS, Hypotheses
 from fastgrad.diagnosis.locations import place_rules
 from fastgrad.diagnosis.samples import Samples
-from fastgrad.diagnosis.value_causes import places_named
+from fastgrad.diagnosis.wording import wording
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import Cause, Explanation, Sample
@@ -107,7 +107,7 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
 
     def _confirm_places(self, hypotheses: Hypotheses, sample: Sample) -> None:
         """Tests the most probable of the rules for positions that are derived from a sample, not from all entries."""
-        names, own = places_named(self._report, self._failure), self._settings.of(self._failure.input or 0)
+        names, own = wording(self._report, self._failure).names, self._settings.of(self._failure.input or 0)
         rules = sorted(place_rules(sample, names, own), key=lambda rule: -rule.cause.confidence)
         found: list[tuple[str, bool]] = []
         for rule in rules:

@@ -19,7 +19,8 @@ from fastgrad.diagnosis.autograd_graph import depends_on
 from fastgrad.diagnosis.chance import is_supported
 from fastgrad.diagnosis.constant_parts import ConstantPart, ConstantParts, HeldConstant
 from fastgrad.diagnosis.locations import Elements, Rule
-from fastgrad.diagnosis.rearrangements import ADJOINT, MAX_SHIFTS, Rearrangement, Side, rearrangements
+from fastgrad.diagnosis.rearrangements import MAX_SHIFTS, Rearrangement, adjoint, rearrangements
+from fastgrad.diagnosis.wording import Side, Wording
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import CauseName, Explanation, Sample
@@ -220,14 +221,12 @@ class Hypotheses:
             return None
         output, block = self.output, self.input
         most = min(MAX_SHIFTS, max(16, MAX_SHIFTS * 4096 // max(output.size, block.size)))
-        sides: tuple[tuple[Side, Block, str], ...] = (
-            ("input", block, self.name_of(block)),
-            ("output", output, f"output {output.position}"),
-        )
-        for side, own, name in sides:
+        words = Wording(self.name_of(block), f"output {output.position}")
+        sides: tuple[tuple[Side, Block], ...] = (("input", block), ("output", output))
+        for side, own in sides:
             if own.elements is not None:
                 continue
-            for rearrangement in rearrangements(tuple(own.tensor.shape), side, name, most):
+            for rearrangement in rearrangements(tuple(own.tensor.shape), side, words, most):
 
                 def moved(one: _Vectors, own: Block = own, r: Rearrangement = rearrangement) -> Sums:
                     if own is block:
@@ -243,7 +242,7 @@ class Hypotheses:
             or block.elements is not None
         ):
             return None
-        return self._explained("transposed", ADJOINT.format(""), self._transposed)
+        return self._explained("transposed", adjoint(words), self._transposed)
 
     def at_changed_input(self, left: Callable[[], int]) -> Explanation | None:
         """Whether the gradient is right at another point: a saved input may have been changed to that point."""

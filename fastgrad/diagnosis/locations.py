@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.tensors import element_index
-from fastgrad.diagnosis.rearrangements import Side
+from fastgrad.diagnosis.wording import Side
 from fastgrad.report.evidence import Cause, CauseName, Sample
 from fastgrad.report.settings import Tolerances
 

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fastgrad.diagnosis.chance import MIN_DISTINCT, classes, is_supported
+from fastgrad.diagnosis.wording import Side, Wording
 from fastgrad.report.evidence import Cause, CauseName, Sample
 from fastgrad.report.settings import Tolerances
 
@@ -26,8 +26,6 @@ MAX_SHIFTS = 256
 
 MAX_SCREENED = 256
 """Number of wrong entries that are tried first, to reject most rearrangements."""
-
-Side = Literal["input", "output"]
 
 
 def _broadcast_dims(sample: Sample) -> list[int]:
@@ -118,13 +116,13 @@ def _matrices(sample: Sample, settings: Tolerances) -> _Matrices | None:
     return _Matrices(found[0], found[1], settings, len(sample.output_shape))
 
 
-def structure_causes(sample: Sample, settings: Tolerances, names: tuple[str, str]) -> Iterator[Cause]:
-    """Causes from a comparison of both Jacobians as matrices; names: of the input and the output."""
+def structure_causes(sample: Sample, settings: Tolerances, words: Wording) -> Iterator[Cause]:
+    """Causes from a comparison of both Jacobians as matrices."""
     matrices = _matrices(sample, settings)
     if matrices is None:
         return
     for explain in (_of_rearrangements, _of_broadcasting, _of_permutations, _of_dimensions, _of_reductions):
-        found = list(explain(matrices, sample, names))
+        found = list(explain(matrices, sample, words))
         yield from found
         if found:
             return
@@ -140,18 +138,16 @@ class Rearrangement:
 
 
 def rearrangements(
-    shape: tuple[int, ...], side: Side, name: str, most_shifts: int = MAX_SHIFTS
+    shape: tuple[int, ...], side: Side, words: Wording, most_shifts: int = MAX_SHIFTS
 ) -> Iterator[Rearrangement]:
-    """Rearrangements of the gradient of an input, or of grad_output: transposed, shifted or reversed.
-
-    name: that of the input or the output in the text.
-    """
-    what = f"the gradient of {name}" if side == "input" else "grad_output"
+    """Rearrangements of one side of a Jacobian: transposed, shifted or reversed."""
+    what, name = words.vector(side), words.input if side == "input" else words.output
     dims = range(len(shape))
 
     def shown(shift: int, size: int) -> int:
-        # Rows of the Jacobian that are shifted by k result from a grad_output that is shifted by -k.
-        return shift if side == "input" or 2 * shift == size else -shift
+        # Rows of the Jacobian that are shifted by k result from a grad_output that is shifted by -k, and columns from a
+        # tangent that is shifted by -k.
+        return shift if (side == "input") != words.is_forward or 2 * shift == size else -shift
 
     for p, q in itertools.combinations(dims, 2):
         if shape[p] == shape[q] > 1:
@@ -193,24 +189,24 @@ def _nearest_first(size: int, most: int) -> Iterable[int]:
     return itertools.islice((shift for shift in shifts if -shift * 2 != size), most)
 
 
-def _of_rearrangements(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[Cause]:
+def _of_rearrangements(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:
     """The cause if the entries are right, but rearranged."""
-    for number, (name, text, rearranged) in enumerate(_rearranged(matrices, sample, names)):
+    for number, (name, text, rearranged) in enumerate(_rearranged(matrices, sample, words)):
         count = matrices.explains(rearranged, number + 1)
         if count > 1:
             yield Cause(name, text, f"explains all {count} wrong entries", 0.94)
             return
 
 
-def _rearranged(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[tuple[CauseName, str, Tensor]]:
+def _rearranged(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[tuple[CauseName, str, Tensor]]:
     """Yields the numerical Jacobian with other orders of inputs or outputs, then transposed, with name and text."""
     n, outputs = matrices.numerical, matrices.outputs
     sides: tuple[tuple[Side, int, tuple[int, ...]], ...] = (
         ("input", outputs, sample.input_shape),
         ("output", 0, sample.output_shape),
     )
-    for (side, first, shape), name in zip(sides, names, strict=True):
-        for one in rearrangements(shape, side, name):
+    for side, first, shape in sides:
+        for one in rearrangements(shape, side, words):
             yield one.name, one.text, one.apply(n, first)
     if sample.input_shape != sample.output_shape or not sample.output_shape:
         return
@@ -220,22 +216,21 @@ def _rearranged(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> 
     candidates += [(f"along dimension {dim} ", n.transpose(dim, outputs + dim)) for dim in range(outputs)]
     for along, transposed in candidates:
         if is_permutation:
-            yield "permuted", _INVERSE, transposed
+            reason = words.of_backward(": backward applies the permutation of forward instead of its inverse")
+            yield "permuted", f"the analytical Jacobian is the inverse of the numerical one{reason}", transposed
         else:
-            yield "transposed", ADJOINT.format(along), transposed
+            yield "transposed", f"{along}{adjoint(words)}", transposed
 
 
-_INVERSE = (
-    "the analytical Jacobian is the inverse of the numerical one: backward applies the permutation of forward "
-    "instead of its inverse"
-)
-ADJOINT = (
-    "{}the analytical Jacobian is the transpose of the numerical one: backward applies the matrix, kernel or scan of "
-    "forward instead of its transpose (for a convolution, the flipped kernel)"
-)
+def adjoint(words: Wording) -> str:
+    """The cause of a transposed Jacobian."""
+    return "the analytical Jacobian is the transpose of the numerical one" + words.of_backward(
+        ": backward applies the matrix, kernel or scan of forward instead of its transpose (for a convolution, the "
+        "flipped kernel)"
+    )
 
 
-def _of_permutations(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[Cause]:
+def _of_permutations(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:
     """The cause if each row, or each column, has the right values in another order."""
     if not sample.complete:
         return
@@ -249,7 +244,7 @@ def _of_permutations(matrices: _Matrices, sample: Sample, names: tuple[str, str]
     off = [(a.sort(dim).values - n.sort(dim).values).abs().max() for dim in (0, 1)]
     if not matrices.supports(2):
         return
-    for dim, what, count in ((1, f"the gradient of {names[0]}", size), (0, "grad_output", m)):
+    for dim, what, count in ((1, words.vector("input"), size), (0, words.vector("output"), m)):
         other, difference = n.shape[1 - dim], max(off) if is_mask else off[dim]
         if count < 2 or other < 2:
             continue
@@ -259,8 +254,10 @@ def _of_permutations(matrices: _Matrices, sample: Sample, names: tuple[str, str]
         if bool(difference <= allowed) and moved > 1 and bool(spread > 10 * allowed):
             yield Cause(
                 "permuted",
-                f"{what} has the right values at wrong positions: backward applies a permutation instead of its "
-                "inverse, or the inverse instead of the permutation",
+                f"{what} has the right values at wrong positions"
+                + words.of_backward(
+                    ": backward applies a permutation instead of its inverse, or the inverse instead of the permutation"
+                ),
                 f"after sorting, the entries agree to {float(difference):.0e}; {moved} of {count} positions differ",
                 0.91,
             )
@@ -291,7 +288,7 @@ def _flattened(matrices: _Matrices, sample: Sample) -> _Flat | None:
     return _Flat(a, n, known, wrong)
 
 
-def _of_broadcasting(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[Cause]:
+def _of_broadcasting(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:
     """The cause if backward sums over the wrong dimensions of grad_output for an input that func expands."""
     flat = _flattened(matrices, sample)
     if flat is None or shared_by(sample) < 2 or not bool((flat.a != 0).any()):
@@ -304,16 +301,24 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample, names: tuple[str, str]
     everywhere = bool((equal | ~flat.known).all())
     misplaced = bool(_broadcast_dims(sample)) and bool((equal | (flat.a == 0) | ~flat.known).all())
     if (everywhere and flat.a.shape[1] > 1) or (misplaced and bool((flat.wrong & (flat.n == 0)).any())):
+        text = (
+            f"each element of {words.input} affects several outputs, but its gradient is summed over "
+            f"{'all' if everywhere else 'the wrong dimension'} of grad_output"
+        )
+        if words.is_forward:
+            text = (
+                f"each output depends on one element of {words.input}, but the jvp adds up the tangents of "
+                f"{'all' if everywhere else 'wrong'} elements"
+            )
         yield Cause(
             "missing reduction",
-            f"each element of {names[0]} affects several outputs, but its gradient is summed over "
-            + ("all of grad_output" if everywhere else "the wrong dimension of grad_output"),
+            text,
             f"explains all {int(flat.wrong.sum())} wrong entries",
             0.95,
         )
 
 
-def _of_dimensions(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[Cause]:
+def _of_dimensions(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:
     """The cause if elements depend on each other along one dimension in func, but along another in backward."""
     if sample.input_shape != sample.output_shape:
         return
@@ -322,8 +327,8 @@ def _of_dimensions(matrices: _Matrices, sample: Sample, names: tuple[str, str]) 
         along, instead = (", ".join(map(str, sorted(dims))) for dims in (func, backward))
         yield Cause(
             "wrong dimension",
-            f"backward sums, or scans, along dimension {instead}; in func, elements depend on each other along "
-            f"dimension {along}",
+            f"{words.derivative} sums, or scans, along dimension {instead}; in func, elements depend on each other "
+            f"along dimension {along}",
             f"all analytical entries that couple elements along dimension {along} are zero",
             0.93,
         )
@@ -337,7 +342,7 @@ def _coupled_dims(matrix: Tensor, outputs: int) -> set[int]:
     return set(differ.nonzero().flatten().tolist())
 
 
-def _of_reductions(matrices: _Matrices, sample: Sample, names: tuple[str, str]) -> Iterator[Cause]:
+def _of_reductions(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:
     """The cause if backward lacks a sum or a mean over grad_output, or assigns gradients instead of adding them."""
     flat = _flattened(matrices, sample)
     if flat is None:
@@ -359,18 +364,16 @@ def _of_reductions(matrices: _Matrices, sample: Sample, names: tuple[str, str]) 
     if bool((lost == wrong).all()) and total and single and not _broadcast_dims(sample):
         yield Cause(
             "overwritten",
-            f"the gradient of each element of {names[0]} comes from only one of the outputs that the element affects: "
-            "for repeated indices or overlapping windows, gradients are assigned instead of accumulated",
+            _overwritten(words),
             "every wrong entry is zero, and its input element has one nonzero analytical entry",
             0.94,
         )
         return
     if not bool(extra.any()) and int(lost.sum()) * 2 >= total > 1 and both and spread and in_rows and share >= 0.45:
+        omits = _omits(words, "most" if share > 0.55 else "about half")
         yield Cause(
             "missing reduction",
-            f"the gradient of each element of {names[0]} omits {'most' if share > 0.55 else 'about half'} of the "
-            "outputs that depend on the element: a sum or a mean over grad_output is missing"
-            f"{_along(_summed_dims(matrices, sample), names[1])}, or a mean or norm is treated as a constant",
+            f"{omits}: {_no_sum(words, _summed_dims(matrices, sample))}, or a mean or norm is treated as a constant",
             f"{int(lost.sum())} of {total} wrong entries are zero; at least half of their input elements also have "
             "nonzero entries",
             0.92,
@@ -379,7 +382,7 @@ def _of_reductions(matrices: _Matrices, sample: Sample, names: tuple[str, str]) 
     if int(extra.sum()) * 2 < total and _is_outer(torch.where(known, a - n, 0.0), n):
         yield Cause(
             "missing reduction",
-            "a sum or a mean over grad_output is missing, superfluous or multiplied by a wrong factor",
+            f"a sum or a mean over {words.vectors} is missing, superfluous or multiplied by a wrong factor",
             "within each block of the Jacobian, the error is an outer product of two vectors",
             0.75,
         )
@@ -397,8 +400,27 @@ def _summed_dims(matrices: _Matrices, sample: Sample) -> list[int]:
     return found
 
 
-def _along(dims: list[int], name: str) -> str:
-    return f" along dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))} of {name}" if dims else ""
+def _overwritten(words: Wording) -> str:
+    if words.is_forward:
+        return f"the tangent of each element of {words.input} reaches only one of the outputs that the element affects"
+    return (
+        f"the gradient of each element of {words.input} comes from only one of the outputs that the element affects: "
+        "for repeated indices or overlapping windows, gradients are assigned instead of accumulated"
+    )
+
+
+def _omits(words: Wording, share: str) -> str:
+    gradient, omits = ("tangent", "does not reach") if words.is_forward else ("gradient", "omits")
+    return f"the {gradient} of each element of {words.input} {omits} {share} of the outputs that depend on the element"
+
+
+def _no_sum(words: Wording, dims: list[int]) -> str:
+    missing = f"a sum or a mean over {words.vectors} is missing"
+    if not dims:
+        return missing
+    if words.is_forward:
+        missing = "the tangent is not expanded"
+    return f"{missing} along dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))} of {words.output}"
 
 
 def _is_outer(error: Tensor, n: Tensor) -> bool:

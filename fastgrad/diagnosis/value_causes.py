@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,9 +11,9 @@ from torch import Tensor
 from fastgrad.diagnosis.chance import MIN_DISTINCT, SAME
 from fastgrad.diagnosis.locations import place_causes
 from fastgrad.diagnosis.rearrangements import shared_by, structure_causes
+from fastgrad.diagnosis.wording import Wording, wording
 from fastgrad.report.evidence import Cause, Evidence, Sample
 from fastgrad.report.failure import Comparison, Failure
-from fastgrad.report.messages import names_of
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Tolerances
 
@@ -71,19 +69,19 @@ def is_zero(comparison: Comparison) -> bool:
     return comparison.mismatches > 0 and comparison.sum_analytical == 0 and comparison.sum_numerical > 0
 
 
-def of_sums(comparison: Comparison) -> Iterator[Cause]:
+def of_sums(comparison: Comparison, words: Wording) -> Iterator[Cause]:
     if is_zero(comparison):
-        yield _zero(comparison.mismatches, 0.6, 1)
+        yield _zero(words, comparison.mismatches, 0.6, 1)
     factor = constant_factor(comparison)
     if factor is not None:
         yield _factor(*factor, {}, 0.6)
 
 
-def _zero(count: int, confidence: float, order: int, is_whole: bool = True) -> Cause:
+def _zero(words: Wording, count: int, confidence: float, order: int, is_whole: bool = True) -> Cause:
     """The cause if wrong entries are zero; is_whole: whether all entries of their input elements may be zero."""
     why = "a term is missing"
     if is_whole:
-        why += ", or backward returns None or excludes these elements"
+        why += words.of_backward(", or backward returns None or excludes these elements")
     if order > 1:
         why = (
             "a term is missing, or backward treats a value as a constant; look for detach(), .data, no_grad(), and for "
@@ -132,22 +130,20 @@ def _fit_text(residual: float) -> str:
 
 def of_sample(sample: Sample, report: Report, failure: Failure, settings: Tolerances) -> list[Cause]:
     evidence = report.evidence or Evidence()
-    names = places_named(report, failure)
-    values = list(_of_values(sample, failure, evidence, report.settings.order, names))
-    structure = list(structure_causes(sample, settings, names))
+    words = wording(report, failure)
+    values = list(_of_values(sample, failure, evidence, report.settings.order, words))
+    structure = list(structure_causes(sample, settings, words))
     found = [*structure, *values]
     # These causes also explain which entries are right, so that a cause from positions is not needed.
     replaces_places = {"transposed", "rolled", "permuted", "overwritten", "wrong dimension"}
     if not any(cause.name in replaces_places for cause in structure):
-        found += place_causes(sample, names, settings, evidence.places or ())
-    found += _of_precision(sample)
+        found += place_causes(sample, words.names, settings, evidence.places or ())
+    found += _of_precision(sample, words)
     return found
 
 
-def _of_values(
-    sample: Sample, failure: Failure, evidence: Evidence, order: int, names: tuple[str, str]
-) -> Iterator[Cause]:
-    """Causes from the relation of wrong analytical entries to numerical ones; names: of the input and the output."""
+def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int, words: Wording) -> Iterator[Cause]:
+    """Causes from the relation of wrong analytical entries to numerical ones."""
     a, n = sample.analytical[sample.failing], sample.numerical[sample.failing]
     finite = a.isfinite() & n.isfinite()
     a, n = a[finite], n[finite]
@@ -159,13 +155,13 @@ def _of_values(
         if not sample.complete and count < MIN_DISTINCT:
             return  # too few entries to tell what the other wrong ones are
         if not bool(others.any()) and evidence.vanishes is not False:
-            yield _zero(count, 0.87, order)
+            yield _zero(words, count, 0.87, order)
         elif sample.complete:
-            yield _zero(count, 0.5, order, is_whole=False)
+            yield _zero(words, count, 0.5, order, is_whole=False)
         return
-    sizes = _sizes(sample, names)
+    sizes = _sizes(sample, words.names)
     if a.is_complex():
-        yield from _of_complex(a, n, failure, sizes)
+        yield from _of_complex(a, n, failure, sizes, words)
         return
     k, residual = fit(a, n)
     # Equal wrong entries next to right ones are no better evidence of a factor than one entry: a mask may be wrong.
@@ -175,7 +171,7 @@ def _of_values(
     if residual > most_unexplained(k, _variation(n)):
         places = [torch.unique(elements[sample.failing]).numel() for elements in (sample.inputs, sample.outputs)]
         if places == [count, count]:
-            yield from _constant_difference(a, n)
+            yield from _constant_difference(a, n, words)
     elif abs(k) > 0 and is_alone and not is_named and count >= MIN_DISTINCT:
         text = f"every wrong analytical entry is {k.real:.4g} x the numerical one"
         yield Cause("constant factor", text, f"{count} equal entries", 0.6)
@@ -185,10 +181,11 @@ def _of_values(
         counts = [size for size in {shared, *sample.output_shape} if size > 1 and shared and shared % size == 0]
         if any(min(abs(k.real * size - 1), abs(k.real / size - 1)) <= EXACT for size in counts):
             taken = "a mean instead of a sum" if abs(k.real) < 1 else "a sum instead of a mean"
+            gradient = "derivative with respect to" if words.is_forward else "gradient of"
             yield Cause(
                 "missing reduction",
-                f"each element of {names[0]} affects {shared} outputs, and the gradient of {names[0]} is {k.real:.4g} "
-                f"x the right one: backward takes {taken}",
+                f"each element of {words.input} affects {shared} outputs, and the {gradient} {words.input} is "
+                f"{k.real:.4g} x the right one{words.of_backward(f': backward takes {taken}')}",
                 _fit_text(residual),
                 0.88,
             )
@@ -202,7 +199,7 @@ def _entries_per_output(sample: Sample) -> int:
     return int(counts[0]) if bool((counts == counts[0]).all()) else 0
 
 
-def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
+def _constant_difference(a: Tensor, n: Tensor, words: Wording) -> Iterator[Cause]:
     """The cause if wrong entries, one per input and output element, differ from the right ones by the same number."""
     off = n - a
     difference = float(off.mean())
@@ -211,14 +208,16 @@ def _constant_difference(a: Tensor, n: Tensor) -> Iterator[Cause]:
     if a.numel() > 2 and varying and spread <= EXACT * abs(difference):
         yield Cause(
             "missing term",
-            f"every wrong analytical entry is too {'small' if difference > 0 else 'large'} by {abs(difference):.4g}: "
-            "backward omits or adds a term that is linear in the input, for example a residual connection",
+            f"every wrong analytical entry is too {'small' if difference > 0 else 'large'} by {abs(difference):.4g}"
+            + words.of_backward(
+                ": backward omits or adds a term that is linear in the input, for example a residual connection"
+            ),
             f"true of {a.numel()} entries, to within {spread:.0e}",
             0.9,
         )
 
 
-def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -> Iterator[Cause]:
+def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int], words: Wording) -> Iterator[Cause]:
     if a.numel() == 1:
         return
     k, residual = fit(a, n)
@@ -239,7 +238,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
         plain = abs(c - 1) <= EXACT
         yield Cause(
             "missing conjugate" if plain else "complex factor",
-            "backward uses the complex conjugate of the right derivative"
+            f"{words.derivative} uses the complex conjugate of the right derivative"
             + (": a conj() is missing" if plain else f", multiplied by {_complex_text(c)}"),
             _fit_text(conjugate_residual),
             0.95 if plain else 0.85,
@@ -248,9 +247,10 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int]) -
         for part, kept in (("real", n.real + 0j), ("imaginary", 1j * n.imag)):
             scale, part_residual = fit(a, kept)
             if part_residual <= RESIDUAL and bool((kept != 0).any()):
+                gradient = "derivative" if words.is_forward else "gradient"
                 yield Cause(
                     "complex factor",
-                    f"the analytical gradient is the {part} part of the right one"
+                    f"the analytical {gradient} is the {part} part of the right one"
                     + ("" if abs(scale - 1) <= EXACT else f", times {_complex_text(scale)}"),
                     _fit_text(part_residual),
                     0.9,
@@ -285,7 +285,7 @@ def _sizes(sample: Sample, names: tuple[str, str]) -> dict[str, int]:
     return sizes
 
 
-def _of_precision(sample: Sample) -> Iterator[Cause]:
+def _of_precision(sample: Sample, words: Wording) -> Iterator[Cause]:
     """The cause if a lower dtype represents all analytical entries exactly, and their errors are about its rounding."""
     a, n = sample.analytical, sample.numerical
     if bool((sample.failing & ((a == 0) | (n == 0))).any()):
@@ -304,57 +304,9 @@ def _of_precision(sample: Sample) -> Iterator[Cause]:
         if fits and not simple and float(off) <= 8 * torch.finfo(dtype).eps:
             yield Cause(
                 "low precision",
-                f"backward computes in {short}: {short} represents all entries of the analytical gradient exactly",
+                f"{words.derivative} computes in {short}: {short} represents all entries of the analytical "
+                f"{'Jacobian' if words.is_forward else 'gradient'} exactly",
                 f"shown by {a.numel()} entries with relative errors of up to {float(off):.0e}",
                 0.95,
             )
             return
-
-
-_OF_TANGENTS = (
-    (
-        r"each element of (.+) affects several outputs, but its gradient is summed over (all|the wrong).*",
-        lambda m: (
-            f"each output depends on one element of {m[1]}, but the jvp adds up the tangents of "
-            f"{'all' if m[2] == 'all' else 'wrong'} elements"
-        ),
-    ),
-    (
-        r"the gradient of (each element of .+) comes from only one of the outputs (that the element affects).*",
-        r"the tangent of \1 reaches only one of the outputs \2",
-    ),
-    (
-        r"the gradient of (each element of .+) omits (.+? the element)",
-        r"the tangent of \1 does not reach \2",
-    ),
-    (r"a sum or a mean over grad_output is missing along", "the tangent is not expanded along"),
-    (r"over grad_output", "over tangents"),
-    (r"the gradient of (.+ x the right one)", r"the derivative with respect to \1"),
-    (r"is shifted by (-?)", lambda m: f"is shifted by {'' if m[1] else '-'}"),
-    (r"^grad_output", "the tangent of the output"),
-    (r"^the gradient of", "the tangent of"),
-    (r"the analytical gradient is", "the analytical derivative is"),
-    (r"of the analytical gradient", "of the analytical Jacobian"),
-)  # fmt: skip
-"""Replacements in sentences about gradients and grad_outputs, for a wrong jvp, which has tangents of inputs and outputs
-instead. A shift of a gradient is the opposite shift of a tangent."""
-
-
-def of_tangents(cause: Cause) -> Cause:
-    """The cause for a wrong Jacobian of forward mode."""
-    text = cause.text
-    for pattern, replacement in _OF_TANGENTS:
-        text = re.sub(pattern, replacement, text)
-    return replace(cause, text=text)
-
-
-def of_jvp(cause: Cause) -> Cause:
-    """The cause for a wrong jvp: without what its sentence says about backward."""
-    text = re.split(": backward|, or backward", cause.text)[0]
-    return replace(cause, text=re.sub("^backward", "the jvp", text))
-
-
-def places_named(report: Report, failure: Failure) -> tuple[str, str]:
-    """The names of the input and the output in the sentences of causes."""
-    output, input_ = names_of(report, failure)
-    return input_, "the output" if report.input_names else output

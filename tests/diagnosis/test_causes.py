@@ -710,6 +710,10 @@ def _linear(matrix: Tensor, jvp: Callable[..., Tensor]) -> Function:
         ),
         (_linear(MATRIX, lambda t, x: MATRIX @ t.roll(2)), "the tangent of {} is shifted by 2 along dimension 0"),
         (
+            _linear(MATRIX, lambda t, x: (MATRIX @ t).roll(3)),
+            "the tangent of the output is shifted by 3 along dimension 0",
+        ),
+        (
             _linear(MATRIX, lambda t, x: (MATRIX @ t)[OTHERS]),
             "the tangent of the output has the right values at wrong positions",
         ),
@@ -721,6 +725,19 @@ def _linear(matrix: Tensor, jvp: Callable[..., Tensor]) -> Function:
                 lambda t, x: 2 * ONCE @ t[:3],
             ),
             "the tangent of each element of {} reaches only one of the outputs that the element affects",
+        ),
+        (
+            both_modes(lambda x: x.expand(4, 6).clone(), lambda g, x: g.sum(0), lambda t, x: t.sum().expand(4, 6)),
+            "each output depends on one element of {}, but the jvp adds up the tangents of all elements",
+        ),
+        (
+            both_modes(
+                lambda x: x.expand(4, 6).clone(),
+                lambda g, x: g.sum(0),
+                lambda t, x: torch.cat([t.expand(1, 6), torch.zeros(3, 6, dtype=t.dtype)]),
+            ),
+            "the tangent of each element of {} does not reach most of the outputs that depend on the element: the "
+            "tangent is not expanded along dimension 0 of the output, or a mean or norm is treated as a constant",
         ),
         (
             both_modes(lambda x: x - x.mean(), lambda g, x: g - g.mean(), lambda t, x: 1 * t),
