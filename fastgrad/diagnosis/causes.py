@@ -11,7 +11,7 @@ from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_sample, of_sums
 from fastgrad.diagnosis.wording import wording
 from fastgrad.problem.validation import DISABLED
 from fastgrad.report.evidence import Cause, CauseName, Evidence
-from fastgrad.report.failure import Entry, Failure, modulus
+from fastgrad.report.failure import Entry, Failure, digits_apart, modulus
 from fastgrad.report.messages import varying
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
@@ -361,7 +361,7 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
     tolerances = settings.of(failure.input or 0)
     allowed = tolerances.atol + tolerances.rtol * modulus(numerical)
     adjoint = "" if evidence.adjoint_error is None else f"; error of the adjoint test {evidence.adjoint_error:.1e}"
-    measure = f"{name} mode gives {_number(other)}{adjoint}"
+    measure = f"{name} mode gives {_number(other, digits_apart(analytical, numerical))}{adjoint}"
     confidence = 0.97 if settings.check_forward_ad and settings.check_backward_ad else 0.45
     if modulus(other - numerical) <= allowed:
         yield Cause(
@@ -380,9 +380,9 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
         )
 
 
-def _number(value: complex) -> str:
+def _number(value: complex, digits: int = 6) -> str:
     """A derivative; -0 is written as 0."""
-    return f"{value:.6g}" if value.imag else f"{value.real + 0.0:.6g}"
+    return f"{value:.{digits}g}" if value.imag else f"{value.real + 0.0:.{digits}g}"
 
 
 _OF_EXPLANATIONS: dict[CauseName, float] = {"saved tensor": 0.85, "dependent inputs": 0.98, "repeated gradient": 0.86}

@@ -17,7 +17,7 @@ from fastgrad.core.ranks import RankError
 from fastgrad.distributed.placements import Space, held_by, parts_of, whole_of
 from fastgrad.distributed.session import Session, cotangent_parts
 from fastgrad.report.evidence import Cause, RankCauseName
-from fastgrad.report.failure import Failure
+from fastgrad.report.failure import Failure, digits_apart
 from fastgrad.report.report import Report
 
 PER_RANK = 8
@@ -33,8 +33,9 @@ def explained(report: Report, session: Session, arguments: tuple[Any, ...], chec
     """The report with causes and notes about the ranks."""
     notes = [
         f"ranks hold different values of {what} {number}, whose placement is Replicate(): at {apart.index}, rank "
-        f"{apart.rank} has {apart.found:.6g} and rank 0 has {apart.on_first:.6g}"
+        f"{apart.rank} has {apart.found:.{digits}g} and rank 0 has {apart.on_first:.{digits}g}"
         for (what, number), apart in session.differences.items()
+        for digits in [digits_apart(apart.found, apart.on_first)]
     ]
     failure = report.failure
     if failure is None and notes:

@@ -17,7 +17,7 @@ from fastgrad.lowprecision.reference import Products
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import Cause
-from fastgrad.report.failure import Failure, FailureKind
+from fastgrad.report.failure import Failure, FailureKind, digits_apart
 from fastgrad.report.low_precision import LowPrecision, RoundedEntry
 
 MIN_EFFECTIVE = 12.0
@@ -163,7 +163,8 @@ def _forwards_differ(comparison: Comparison, coordinate: int, ratio: float, outc
     block = block_with(problem.outputs, coordinate)
     place = f"result {block.position}{list(block.index_at(coordinate))}"
     found, expected = float(problem.base()[coordinate]), float(products.values[coordinate])
-    both = f"{place} is {found:.6g} in func and {expected:.6g} in the reference"
+    digits = digits_apart(found, expected)
+    both = f"{place} is {found:.{digits}g} in func and {expected:.{digits}g} in the reference"
     if not math.isfinite(found) and math.isfinite(expected):
         outcome.note(
             undecided=f"an output of func is not finite, but that of the reference is: {both}",

@@ -54,6 +54,11 @@ def modulus(value: complex) -> float:
     return math.hypot(value.real, value.imag)
 
 
+def digits_apart(first: complex, second: complex, least: int = 6) -> int:
+    """The number of significant digits with which two numbers have different texts; `least` if they are equal."""
+    return next((digits for digits in range(least, 18) if f"{first:.{digits}g}" != f"{second:.{digits}g}"), least)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One Jacobian entry, d output / d input, under the allclose rule.

@@ -11,7 +11,9 @@ from pathlib import Path
 from fastgrad.core.tensors import element_index
 from fastgrad.report import element_map, messages
 from fastgrad.report.data import Pair, ReportData
+from fastgrad.report.failure import digits_apart
 from fastgrad.report.figures import NO_FIGURES, Entries, entries_of, panels_of, svg_of
+from fastgrad.report.rounding_text import excess_texts
 
 _GAUGE_DECADES = 8
 """Number of powers of ten that the gauges on the page of a passed check cover."""
@@ -136,10 +138,8 @@ def _worst_section(report: ReportData) -> str:
     rows = [
         (
             messages.entry_name(messages.names_of(report, failure), entry),
-            f"{entry.analytical:.6g}",
-            messages.numerical_text(entry),
-            f"{entry.difference:.3g}",
-            f"{entry.allowed:.2g}",
+            *messages.values_text(entry),
+            *excess_texts(entry.difference, entry.allowed),
             f"{entry.difference / entry.allowed:.3g}" if entry.allowed else "inf",
         )
         for entry in comparison.worst_entries or (comparison.worst,)
@@ -204,7 +204,9 @@ def _maps(report: ReportData) -> str:
 def _entry_words(entries: Entries, names: tuple[str, str], entry: int) -> str:
     output = f"{names[0]}{[*element_index(int(entries.outputs[entry]), entries.output_shape)]}"
     block = f"{names[1]}{[*element_index(int(entries.inputs[entry]), entries.input_shape)]}"
-    values = f"analytical {entries.analytical[entry]:.6g}, numerical {entries.numerical[entry]:.6g}"
+    analytical, numerical = entries.analytical[entry], entries.numerical[entry]
+    digits = digits_apart(analytical, numerical) if entries.excess[entry] > 1 else 6
+    values = f"analytical {analytical:.{digits}g}, numerical {numerical:.{digits}g}"
     return f"d {output} / d {block}: {values}, {entries.excess[entry]:.3g} times the allowed difference"
 
 

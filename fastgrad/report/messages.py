@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING
 
 from fastgrad.report import rounding_text
 from fastgrad.report.data import Certificate, Pair, ReportData
-from fastgrad.report.failure import Comparison, Entry, Extent, Failure, FailureKind, Span, Subject, modulus
-from fastgrad.report.rounding_text import index_text
+from fastgrad.report.failure import (
+    Comparison,
+    Entry,
+    Extent,
+    Failure,
+    FailureKind,
+    Span,
+    Subject,
+    digits_apart,
+    modulus,
+)
+from fastgrad.report.rounding_text import excess_texts, index_text
 from fastgrad.report.settings import Settings, Tolerances
 
 if TYPE_CHECKING:
@@ -486,10 +496,10 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
     names, own = names_of(report, failure), report.settings.of(failure.input or 0)
     worst = comparison.worst
     if worst is not None:
+        analytical, numerical = values_text(worst)
         lines += [
-            f"  worst      {entry_name(names, worst)}   analytical {_number(worst.analytical)}   "
-            f"numerical {numerical_text(worst)}",
-            f"             |difference| {worst.difference:.3g}, {_allowed(worst, own)}",
+            f"  worst      {entry_name(names, worst)}   analytical {analytical}   numerical {numerical}",
+            f"             |difference| {_difference(worst, own)}",
         ]
     found = "" if comparison.exhaustive else " found"
     at_eps, which = "", ""
@@ -508,11 +518,12 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
     return lines
 
 
-def _allowed(worst: Entry, own: Tolerances) -> str:
-    """The allowed difference of an entry, as a sum of tolerances."""
+def _difference(worst: Entry, own: Tolerances) -> str:
+    """The difference of an entry, and the allowed difference as a sum of tolerances."""
     if not math.isfinite(worst.allowed):
-        return "and no difference is allowed, because the numerical value is not finite"
-    return f"allowed {worst.allowed:.2g} = atol {own.atol:g} + rtol {own.rtol:g} * |numerical|"
+        return f"{worst.difference:.3g}, and no difference is allowed, because the numerical value is not finite"
+    difference, allowed = excess_texts(worst.difference, worst.allowed)
+    return f"{difference}, allowed {allowed} = atol {own.atol:g} + rtol {own.rtol:g} * |numerical|"
 
 
 def entry_name(names: tuple[str, str], entry: Entry) -> str:
@@ -520,17 +531,16 @@ def entry_name(names: tuple[str, str], entry: Entry) -> str:
     return f"d {names[0]}{index_text(entry.output_index)} / d {names[1]}{index_text(entry.input_index)}"
 
 
-def numerical_text(entry: Entry) -> str:
-    """An entry's numerical value, with its error estimate if there is one."""
-    if entry.error is None:
-        return _number(entry.numerical)
-    # All differences may be equal, as at a kink. The rounding of the value itself is an error nevertheless.
-    return f"{_number(entry.numerical)} +- {max(entry.error, UNIT_ROUNDOFF * modulus(entry.numerical)):.0e}"
-
-
-def _number(value: complex) -> str:
-    """An entry's value; -0 is written as 0."""
-    return f"{value if isinstance(value, complex) else value + 0.0:.6g}"
+def values_text(entry: Entry) -> tuple[str, str]:
+    """An entry's analytical value, and its numerical value with its error estimate if there is one."""
+    both = entry.analytical, entry.numerical
+    digits = digits_apart(*both)
+    # -0 is written as 0.
+    analytical, numerical = (f"{v if isinstance(v, complex) else v + 0.0:.{digits}g}" for v in both)
+    if entry.error is not None:
+        # All differences may be equal, as at a kink. The rounding of the value itself is an error nevertheless.
+        numerical += f" +- {max(entry.error, UNIT_ROUNDOFF * modulus(entry.numerical)):.0e}"
+    return analytical, numerical
 
 
 def extent_line(names: tuple[str, str], comparison: Comparison) -> str:

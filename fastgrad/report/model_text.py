@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from fastgrad.report.failure import digits_apart
 from fastgrad.report.messages import count, seconds_text
 from fastgrad.report.model_data import EndToEnd, Finding, ModelReportData, Operation, Site
 
@@ -72,13 +73,16 @@ def place(site: Site) -> str:
 
 def end_to_end_line(whole: EndToEnd) -> str:
     """The derivative of the loss by autograd and by differences."""
-    pairs = ", ".join(f"{a:.6g} / {n:.6g}" for a, n in zip(whole.analytical, whole.numerical, strict=True))
+    pairs = []
+    for analytical, numerical, allowed in zip(whole.analytical, whole.numerical, whole.allowed, strict=True):
+        digits = digits_apart(analytical, numerical) if abs(analytical - numerical) > allowed else 6
+        pairs.append(f"{analytical:.{digits}g} / {numerical:.{digits}g}")
     largest = max((a / s for a, s in zip(whole.allowed, whole.size, strict=True) if s), default=0.0)
     is_known = whole.verdict == "undecided" and math.isfinite(largest)
     hidden = f", but errors up to {largest:.2g} would not be found" if is_known else ""
     return (
-        f"{whole.verdict} in {whole.dtype}: directional derivatives of the loss (autograd / differences): {pairs}; "
-        f"relative error {whole.error:.2g}{hidden}"
+        f"{whole.verdict} in {whole.dtype}: directional derivatives of the loss (autograd / differences): "
+        f"{', '.join(pairs)}; relative error {whole.error:.2g}{hidden}"
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastgrad.report.failure import FailureKind
+from fastgrad.report.failure import FailureKind, digits_apart
 
 if TYPE_CHECKING:
     from fastgrad.report.low_precision import LowPrecision, RoundedEntry
@@ -87,7 +87,8 @@ def details(precision: LowPrecision, worst: RoundedEntry, names: tuple[str, str]
         name = f"gradient of {names[1]}{index_text(worst.input_index)} for a dense grad_output"
     else:
         name = f"d {names[0]}{index_text(worst.output_index)} / d {names[1]}{index_text(worst.input_index)}"
-    found = [f"  worst      {name}   found {worst.found:.6g}   expected {worst.expected:.6g}"]
+    digits = digits_apart(worst.found, worst.expected)
+    found = [f"  worst      {name}   found {worst.found:.{digits}g}   expected {worst.expected:.{digits}g}"]
     found.append(f"             {_sizes(worst)}")
     if detail:
         found.append(f"  because    {detail}")
@@ -99,11 +100,18 @@ def details(precision: LowPrecision, worst: RoundedEntry, names: tuple[str, str]
 def _sizes(worst: RoundedEntry) -> str:
     unit = f"one unit is 2^{math.log2(worst.unit):.0f} of the entry"
     if math.isinf(worst.error_units) or math.isnan(worst.error_units):
-        return f"error {worst.error:.3g}, allowed {worst.allowed:.2g}"
+        return "error {}, allowed {}".format(*excess_texts(worst.error, worst.allowed))
+    error, allowed = excess_texts(worst.error, worst.allowed)
+    units, allowed_units = excess_texts(worst.error_units, worst.allowed_units)
     return (
-        f"error {worst.error_units:.3g} units of rounding, allowed {worst.allowed_units:.2g} ({unit}); absolute "
-        f"error {worst.error:.3g}, allowed {worst.allowed:.2g}"
+        f"error {units} units of rounding, allowed {allowed_units} ({unit}); absolute error {error}, allowed {allowed}"
     )
+
+
+def excess_texts(error: float, allowed: float) -> tuple[str, str]:
+    """The texts of an error and of the allowed error, which is smaller."""
+    digits = digits_apart(error, allowed, 2)
+    return f"{error:.{max(3, digits)}g}", f"{allowed:.{digits}g}"
 
 
 def index_text(index: Sequence[int]) -> str:

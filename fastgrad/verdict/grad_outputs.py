@@ -16,7 +16,7 @@ from fastgrad.core.tensors import element_index
 from fastgrad.engines.blocks import MAX_CACHED
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.failure import Failure, FailureKind
+from fastgrad.report.failure import Failure, FailureKind, digits_apart
 from fastgrad.report.settings import Settings
 
 BATCH = 2
@@ -129,7 +129,8 @@ def _worst_text(with_zero: Tensor | None, with_none: Tensor | None) -> str:
     worst = int((left - right).abs().nan_to_num(torch.inf).argmax())
     index = list(element_index(worst, tuple(like.shape)))
     found, expected = (value.reshape(-1)[worst].item() for value in (right, left))
-    return f"at {index}, its value is {found:.6g} for the undefined tangent and {expected:.6g} for zero"
+    digits = digits_apart(found, expected)
+    return f"at {index}, its value is {found:.{digits}g} for the undefined tangent and {expected:.{digits}g} for zero"
 
 
 def _allclose(left: Tensor | None, right: Tensor | None) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgrad.core.tensors import largest
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.failure import Failure, Mode
+from fastgrad.report.failure import Failure, Mode, digits_apart
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.locate import locate
 
@@ -55,13 +55,13 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
     return None
 
 
-def nonlinear_component(mode: Mode, block: Block, at: int, when: str, value: float, but: str) -> Failure:
+def nonlinear_component(mode: Mode, block: Block, at: int, when: str, value: str, but: str) -> Failure:
     """The failure of a component of a gradient, or of a tangent in forward mode; but: what its value contradicts.
 
     at: the coordinate of this component among those of all inputs; in forward mode, of all outputs.
     """
     what = "gradient of input" if mode == "reverse" else "tangent of output"
-    detail = f"{when}, the {what} {block.index} at {list(block.index_at(at))} is {value:.6g}, but {but}"
+    detail = f"{when}, the {what} {block.index} at {list(block.index_at(at))} is {value}, but {but}"
     return Failure.at("nonlinear", *((None, block) if mode == "reverse" else (block, None)), mode=mode, detail=detail)
 
 
@@ -70,7 +70,7 @@ def _not_finite(problem: Problem, mode: Mode, component: int, plus: Tensor, minu
     block = block_with(problem.inputs if mode == "reverse" else problem.outputs, component)
     when = f"for a random {'grad_output' if mode == 'reverse' else 'tangent'}"
     but = f"for the negated one it is {minus[component].item():.6g}"
-    return nonlinear_component(mode, block, component, when, plus[component].item(), but)
+    return nonlinear_component(mode, block, component, when, f"{plus[component].item():.6g}", but)
 
 
 def _element_failure(
@@ -98,5 +98,6 @@ def _element_failure(
         if mode == "forward"
         else f"for the one-hot grad_output of {of_output}, the gradient of {of_input}"
     )
-    detail += f" is {plus:.6g}, but for the negated one it is {minus:.6g}"
+    digits = digits_apart(plus, -minus)
+    detail += f" is {plus:.{digits}g}, but for the negated one it is {minus:.{digits}g}"
     return Failure.at("nonlinear", output, block, mode=mode, detail=detail)

@@ -11,7 +11,7 @@ from fastgrad.core.tensors import largest
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
-from fastgrad.report.failure import Failure, FailureKind
+from fastgrad.report.failure import Failure, FailureKind, digits_apart
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.repeated_rows import nondeterministic_func
 
@@ -79,8 +79,10 @@ def _difference(
         return None
     worst = int(torch.where(wrong, (left - right).abs().nan_to_num(torch.inf), -1.0).argmax())
     output = block_with(problem.outputs, worst)
+    one, other = left[worst].item(), right[worst].item()
+    digits = digits_apart(one, other)
     detail = (
-        f"{left[worst].item():.6g} {first}, {right[worst].item():.6g} {second}, in output {output.index} of the "
+        f"{one:.{digits}g} {first}, {other:.{digits}g} {second}, in output {output.index} of the "
         f"backward, at the worst of {int(wrong.sum())} elements"
     )
     return Failure.at(kind, output, detail=detail)

@@ -12,7 +12,7 @@ from fastgrad.core.phases import phase
 from fastgrad.engines.ridders import LARGEST_STEP, Refinement, measured, settled
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.failure import Difference, Entry, NumericalIssue, modulus
+from fastgrad.report.failure import Difference, Entry, NumericalIssue, digits_apart, modulus
 from fastgrad.report.settings import Tolerances
 
 MAX_UNDECIDED_ERROR = 64.0
@@ -361,7 +361,9 @@ def _numerical_issue(
 
 def _kink(column: Refinement, row: int) -> tuple[str, NumericalIssue]:
     """The clause about a kink at the inputs, or next to them, and its name."""
-    sides = f"{column.left[row].item():.6g} (left) and {column.right[row].item():.6g} (right)"
+    left, right = column.left[row].item(), column.right[row].item()
+    digits = digits_apart(left, right)
+    sides = f"{left:.{digits}g} (left) and {right:.{digits}g} (right)"
     if bool(column.bent[row]):
         return f"func has a kink at the inputs: the one-sided derivatives are {sides}", "kink"
     return (

@@ -19,7 +19,7 @@ from fastgrad.problem.first_look import values_vary
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate
-from fastgrad.report.failure import Failure
+from fastgrad.report.failure import Failure, digits_apart
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.grad_outputs import check_zero_grad_output
@@ -325,8 +325,10 @@ class RepeatedCalls:
             return nondeterministic(self._problem.outputs[0])
         which, at = (int(index) for index in off[0])
         block, scale = block_with(self._problem.inputs, at), float(scales[which])
-        but = f"for {scale:g} times this grad_output it is {scale * multiples[which, at].item():.6g}"
-        return nonlinear_component("reverse", block, at, "for one grad_output", again[at].item(), but)
+        value, multiple = again[at].item(), multiples[which, at].item()
+        digits = digits_apart(value, multiple)
+        but = f"for {scale:g} times this grad_output it is {scale * multiple:.{digits}g}"
+        return nonlinear_component("reverse", block, at, "for one grad_output", f"{value:.{digits}g}", but)
 
 
 def repeated_calls_certificate(what: str, last: int, tolerance: float) -> Certificate:

@@ -15,7 +15,7 @@ from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.failure import Failure, Mode, Part
+from fastgrad.report.failure import Failure, Mode, Part, digits_apart
 from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.verdict.negation import nonlinear_component
 
@@ -68,10 +68,12 @@ def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None
     numbers = (rows[row, entry * width : (entry + 1) * width].tolist() for rows in (analytical, block.repeated))
     value, scaled = (complex(*pair) if width == 2 else pair[0] for pair in numbers)
     at = block.input.element_index(block.first_column // width + entry)
+    wrong, right = REPEAT_SCALE * scaled + 0.0, REPEAT_SCALE * value + 0.0
+    digits = digits_apart(wrong, right)
     detail = (
         f"a grad_output of 1 for output {block.output.index}{_at(element)} gives the gradient {value:.6g} of input "
-        f"{block.input.index}{_at(at)}, a grad_output of {REPEAT_SCALE:g} gives {REPEAT_SCALE * scaled + 0.0:.6g} "
-        f"instead of {REPEAT_SCALE * value + 0.0:.6g}"
+        f"{block.input.index}{_at(at)}, a grad_output of {REPEAT_SCALE:g} gives {wrong:.{digits}g} instead of "
+        f"{right:.{digits}g}"
     )
     return Failure.at("nonlinear", block.output, block.input, part=block.part, detail=detail)
 
@@ -130,9 +132,10 @@ def nonlinear_sum(
 ) -> Failure:
     """Like `nonlinear_component`, for a component that is not the sum of other gradients or tangents."""
     own, total = own + 0.0, total + 0.0  # -0 is written as 0
-    but = f"{addends} add up to {total:.6g}"
+    digits = digits_apart(own, total)
+    but = f"{addends} add up to {total:.{digits}g}"
     but += "" if allowed is None else f" (allowed difference {allowed:.2g})"
-    return nonlinear_component(mode, block, at, when, own, but)
+    return nonlinear_component(mode, block, at, when, f"{own:.{digits}g}", but)
 
 
 def nondeterministic_func(output: Block, where: str) -> Failure:

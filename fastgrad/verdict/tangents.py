@@ -17,7 +17,7 @@ from fastgrad.engines.blocks import REPEAT_SCALE, TangentBlock
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
-from fastgrad.report.failure import Failure
+from fastgrad.report.failure import Failure, digits_apart
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.linearity import disagreement
 from fastgrad.verdict.negation import linear_bound, negation_failure
@@ -149,11 +149,14 @@ def changed_sum(
         return None
     row = int(changed.nonzero()[0])
     output = block_with(outputs, row)
-    detail = (
-        f"a weighted sum of tangents of output {output.index} at {list(output.index_at(row))}, for several tangents of "
-        f"the inputs, was first {first[row].item():.6g} and later {later[row].item():.6g}"
-    )
-    return nondeterministic_jvp(output, detail)
+    at = list(output.index_at(row))
+    what = f"a weighted sum of tangents of output {output.index} at {at}, for several tangents of the inputs,"
+    return _changed(output, what, first[row].item(), later[row].item())
+
+
+def _changed(output: Block, what: str, first: float, later: float) -> Failure:
+    digits = digits_apart(first, later)
+    return nondeterministic_jvp(output, f"{what} was first {first:.{digits}g} and later {later:.{digits}g}")
 
 
 def _near(again: Tensor, before: Tensor, allowed: Tensor) -> Tensor:
@@ -203,9 +206,6 @@ def repeated_tangents_failure(
         return None
     which, component = (int(i) for i in (~close).nonzero()[0])
     output = block_with(problem.outputs, component)
-    detail = (
-        f"for the same tangent of the inputs, the tangent of output {output.index} at "
-        f"{list(output.index_at(component))} was first {products[which, component].item():.6g} and later "
-        f"{again[which, component].item():.6g}"
-    )
-    return nondeterministic_jvp(output, detail)
+    at = list(output.index_at(component))
+    what = f"for the same tangent of the inputs, the tangent of output {output.index} at {at}"
+    return _changed(output, what, products[which, component].item(), again[which, component].item())

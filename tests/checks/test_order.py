@@ -123,6 +123,22 @@ def test_a_jvp_that_is_wrong_after_some_calls_is_not_deterministic(right: int) -
     assert report.causes == ()
 
 
+def test_values_of_a_jvp_that_changes_little_differ_in_the_message() -> None:
+    calls = 0
+
+    def tangent(x: Tensor, t: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return 2 * x * t * (1 + 1e-8 * calls)
+
+    settings = Settings(atol=1e-9, rtol=1e-9, check_forward_ad=True, check_undefined_grad=False)
+    failure = check(Squared.with_tangent(tangent), (leaf(5),), settings).failure
+    assert failure is not None
+    assert failure.kind == "nondeterministic"
+    first, later = failure.detail.split("was first ")[1].split(" and later ")
+    assert first != later
+
+
 class Product(torch.autograd.Function):
     """a * b; an undefined tangent of a counts as ones."""
 

@@ -14,7 +14,7 @@ import fastgrad
 from fastgrad.diagnosis import experiments
 from fastgrad.report.data import Plan
 from fastgrad.report.evidence import Cause, CauseName
-from fastgrad.report.failure import Comparison, Entry, Failure, FailureKind
+from fastgrad.report.failure import Comparison, Entry, Failure, FailureKind, digits_apart
 from fastgrad.report.messages import engine_line, failure_message, verdict_line
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
@@ -411,6 +411,40 @@ def test_one_of_several_grad_outputs_is_named_by_its_number() -> None:
 def test_a_value_is_not_more_accurate_than_its_rounding() -> None:
     with pytest.raises(fastgrad.GradcheckError, match=r"numerical 0\.5 \+- 6e-17"):
         fastgrad.gradcheck(torch.relu, torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "least", "expected"),
+    [
+        (1.25, 1.5, 6, 6),
+        (1.2345678, 1.2345679, 6, 8),
+        (1.0, 1.0 + 2.0**-52, 6, 17),
+        (1.00000001 + 2j, 1 + 2j, 6, 9),
+        (1.001e-5, 1e-5, 2, 4),
+        (0.25, 0.25, 6, 6),
+        (math.nan, math.nan, 6, 6),
+    ],
+)
+def test_numbers_that_differ_have_different_texts(first: complex, second: complex, least: int, expected: int) -> None:
+    assert digits_apart(first, second, least) == expected
+
+
+def test_the_numbers_of_small_errors_differ_in_messages() -> None:
+    worst = Entry((3, 17), (5, 2), 1.00000002, 1.0, 1.999e-8)
+    lines = failure_message(report(Failure("mismatch", 0, 1, 0, 2, comparison=comparison(worst=worst)))).splitlines()
+    assert lines[2].endswith("analytical 1.00000002   numerical 1")
+    assert lines[3].strip().startswith("|difference| 2e-08, allowed 1.999e-08 = ")
+
+
+def test_the_numbers_of_small_nonlinearities_differ_in_messages() -> None:
+    keywords: dict[str, Any] = {"atol": 1e-9, "rtol": 1e-9}
+    x = torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True)
+    func = function(torch.sin, lambda g, x: g * x.cos() * torch.where(g > 0, 1.0, 1 + 1e-7))
+    found = fastgrad.check(func, x, **keywords).failure
+    assert found is not None
+    assert found.kind == "nonlinear"
+    wrong, right = found.detail.split(" gives ")[2].split(" instead of ")
+    assert wrong != right
 
 
 def test_three_causes_at_most_and_none_without_evidence() -> None:
