@@ -303,9 +303,9 @@ _HEADLINES: dict[FailureKind, str] = {
 
 def _headline(report: ReportData, failure: Failure) -> str:
     """The first line of a failure without compared entries: function, failure, and the cause if almost certain."""
-    function, cause = _function(report), _sure_cause(report)
-    if cause and failure.kind in ("nonlinear", "raises", "nondeterministic"):
-        return f"{function}: {cause}"  # the cause is more specific than the texts above
+    function = _function(report)
+    if _states_only_cause(report, failure):
+        return f"{function}: {_sure_cause(report)}"
     output, input_ = names_of(report, failure)
     derivative, vector = ("the jvp", "tangent") if failure.mode == "forward" else ("backward", "grad_output")
     text = _HEADLINES[failure.kind].format(
@@ -317,6 +317,21 @@ def _headline(report: ReportData, failure: Failure) -> str:
         detail=failure.detail,
     )
     return _with_cause(report, f"{function}: {text}")
+
+
+def _states_only_cause(report: ReportData, failure: Failure) -> bool:
+    """Whether the first line states the cause instead of a text for the kind of failure, which is less specific."""
+    return bool(_sure_cause(report)) and failure.kind in ("nonlinear", "raises", "nondeterministic")
+
+
+def _named(report: ReportData, failure: Failure) -> tuple[bool, bool]:
+    """Whether the first line names the output and the input of a failure."""
+    if failure.comparison is not None:
+        return len((report.subject or Subject()).outputs) > 1, True
+    if failure.kind in BY_ROUNDING:
+        return False, True
+    text = "" if _states_only_cause(report, failure) else _HEADLINES.get(failure.kind, "")
+    return "{output}" in text, "{input}" in text
 
 
 def varying(settings: Settings) -> str:
@@ -587,13 +602,17 @@ def _causes(report: ReportData) -> list[str]:
 
 
 def _positions(report: ReportData, failure: Failure) -> list[str]:
-    """A line that says which tensors the numbers in torch's phrases mean; they count only differentiable tensors."""
+    """A line that says which tensors the numbers in torch's phrases mean; they count only differentiable tensors.
+
+    Names that the first line states already are left out, and the name "result" of an only output.
+    """
     places = []
     if report.input_names or (report.subject is not None and report.subject.results):
         output, input_ = names_of(report, failure)
-        if failure.output is not None:
+        has_output, has_input = _named(report, failure)
+        if failure.output is not None and output != "result" and not has_output:
             places.append(f"output {failure.output} is {output}")
-        if failure.input is not None and input_ != f"in{failure.input}":
+        if failure.input is not None and input_ != f"in{failure.input}" and not has_input:
             places.append(f"input {failure.input} is {input_}")
         return [f"  where      {'; '.join(places)}"] if places else []
     if failure.output is not None and failure.output != failure.output_position:

@@ -397,8 +397,20 @@ def test_second_order_names_gradients_and_grad_outputs(wrong: str, worst: str) -
     text = str(raised.value)
     assert f"gradient of {wrong} (float64[1]) through grad(in0) is wrong in 1 of 1 entry" in text
     assert f"  worst      {worst}   " in text
-    where = "output 0 is grad(in0)" + ("; input 2 is grad_output" if wrong == "grad_output" else "")
-    assert f"  where      {where}\n" in text
+    assert "  where  " not in text  # the first line has both names
+
+
+@pytest.mark.parametrize(
+    ("backward", "where"),
+    [
+        (lambda g, x: g * x.sin(), []),  # the first line names the input, and the only output needs no name
+        (lambda g, x: (g * x.cos()).abs(), ["  where      input 0 is inputs[0]"]),  # the first line states the cause
+    ],
+)
+def test_names_of_the_first_line_are_not_repeated(backward: Callable[..., Any], where: list[str]) -> None:
+    x = torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True)
+    text = failure_message(fastgrad.check(function(torch.sin, backward), x))
+    assert [line for line in text.splitlines() if line.startswith("  where  ")] == where
 
 
 def test_one_of_several_grad_outputs_is_named_by_its_number() -> None:
