@@ -222,6 +222,32 @@ def test_a_backward_that_raises_for_all_but_one_hot_grad_outputs(engine: str) ->
     assert report.failure.detail.startswith("ValueError for ")
 
 
+@pytest.mark.parametrize("number", range(1, 9))
+def test_an_exception_of_one_call_is_not_attributed_to_its_grad_output(number: int) -> None:
+    calls = 0
+
+    def backward(x: Tensor, grad: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise ValueError("once")
+        return grad * x.cos()
+
+    with pytest.raises(ValueError, match="once"):
+        check(function(torch.sin, backward), (normal(60),), Settings(engine="compressed"))
+
+
+def test_an_exception_for_large_grad_outputs_is_attributed_to_them() -> None:
+    def backward(x: Tensor, grad: Tensor) -> Tensor:
+        if float(grad.abs().max()) > 2:
+            raise ValueError("too large")
+        return grad * x.cos()
+
+    failure = check(function(torch.sin, backward), (normal(60),), Settings(engine="compressed")).failure
+    assert failure is not None
+    assert failure.detail == "ValueError for a constant grad_output, or for a larger one"
+
+
 def test_a_dependence_that_the_backward_ignores() -> None:
     func = function(lambda x: _changed(x.sin(), 20, 0.01 * x[777]), lambda x, g: g * x.cos())
     report = compressed(func, normal(2000))
