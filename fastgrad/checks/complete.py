@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,7 +32,8 @@ from fastgrad.engines.plan import (
     tries_structure,
     with_less_memory,
 )
-from fastgrad.problem.first_look import base_varies, first_look
+from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.first_look import base_varies, first_look, values_vary
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.validation import disabled_gradients
@@ -262,7 +264,7 @@ def _varying_tangents(problem: Problem, settings: Settings, findings: Findings) 
 def other_checks_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
     """The failure of the checks besides the Jacobians: modified vectors; undefined, zero and batched vectors."""
     backward, block = findings.backward, problem.modified_tangent
-    failure = _modified(problem, findings) if block is None else modified_tangent(block)
+    failure = _modified(problem, settings, findings) if block is None else modified_tangent(block)
     if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
@@ -280,7 +282,7 @@ def other_checks_failure(problem: Problem, settings: Settings, findings: Finding
     return failure
 
 
-def _modified(problem: Problem, findings: Findings) -> Failure | None:
+def _modified(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
     """The failure of a backward that has modified a grad_output or an output. Whatever uses it gets wrong values."""
     graphs = problem.vjp_graphs()
     if isinstance(findings, SmallCheck) and findings.problem.is_plain:
@@ -290,8 +292,18 @@ def _modified(problem: Problem, findings: Findings) -> Failure | None:
             return Failure.at("modified grad_output", problem.outputs[graph.modified_cotangent])
         if graph.modified_output >= 0:
             return Failure.at("modified output", problem.outputs[graph.modified_output])
-    changed = problem.changed_output() if problem.is_custom else None
-    return None if changed is None else Failure.at("modified output", changed)
+    return _modified_large_output(problem, settings) if problem.is_custom and not problem.mutates_inputs else None
+
+
+def _modified_large_output(problem: Problem, settings: Settings) -> Failure | None:
+    """The same for outputs that are too large to be compared after each VJP, if func still gives the first values."""
+    for values in problem.graph_values():
+        base = problem.base()
+        vary = partial(values_vary, problem, settings)
+        if vary(values, base) and not vary(problem.evaluate(True, problem.zero_displacement()), base):
+            row = int((values - base).abs().nan_to_num(math.inf).argmax())
+            return Failure.at("modified output", block_with(problem.outputs, row))
+    return None
 
 
 def _exact(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:

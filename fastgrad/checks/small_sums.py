@@ -18,14 +18,14 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import SKETCH_DIRECTIONS
 from fastgrad.core.tensors import differ, largest, near
 from fastgrad.engines.blocks import REPEAT_SCALE
-from fastgrad.engines.grad_output_kinds import CONSTANT, SMALL
+from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.plan import sketch_size
 from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_vary, func_varies, weights
 from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screening_grad_outputs, weighted_grad_outputs
 from fastgrad.problem.first_look import values_vary
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.linearity import differs_from_sum
+from fastgrad.verdict.linearity import one_sign_failure
 from fastgrad.verdict.repeated_calls import first_varying, repeated_calls_certificate
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
 
@@ -111,8 +111,10 @@ def sums_agree(check: SmallCheck, weighted: bool = True) -> bool:
             if not check.noted(partial(earlier_vjps_repeat, check, done[0].of_all)):
                 return False
             check.bound, check.differences = bound, (differences, weight, bound)
-            third = partial(_same_on_third, check, *done)
-            return not problem.is_custom or check.noted(third) is not None
+            if not problem.is_custom:
+                return True
+            third, one_sign = partial(_same_on_third, check, *done), partial(_one_sign_is_linear, check, *done)
+            return check.noted(third) is not None and bool(check.noted(one_sign))
     early = run_early() if early is None else early
     if early is None:
         return False
@@ -380,7 +382,7 @@ def _all_vjps(
         return None
     gradients, match = problem.vjps(made.vectors, made.layouts, made.only)
     check.vjps += len(made.only)
-    add_products(check, *_at_one_scale(made, gradients, settings.nondet_tol))
+    add_products(check, made.vectors[: made.of_all], gradients[: made.of_all])
     if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
         check.vjp_varies = True
         return None
@@ -411,19 +413,6 @@ def _all_vjps(
     if not problem.is_custom and not _zeros_are_zero(check):
         return None
     return gradients
-
-
-def _at_one_scale(made: ScreeningGradOutputs, gradients: Tensor, nondet_tol: float) -> tuple[Tensor, Tensor]:
-    """The cotangents of all outputs and their VJPs, so that an error of any of them counts as much in their sum.
-
-    If VJPs may vary by nondet_tol, the small one is not enlarged.
-    """
-    vectors, products = made.vectors[: made.of_all], gradients[: made.of_all]
-    if made.positive < 0 or nondet_tol:
-        return vectors, products
-    scales = torch.ones(made.of_all, 1, dtype=torch.float64)
-    scales[made.positive] = 1 / SMALL
-    return vectors * scales, products * scales
 
 
 def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
@@ -502,13 +491,8 @@ def _agree(
     expanded, noise = made.expanded, CONSTANT * norm
     is_quiet = residuals[expanded] <= allowed[expanded] + 8 * noise
     allowed[expanded] += (8 if is_weighted else EXPANDED_MARGIN) * noise
-    is_small_quiet = made.positive < 0 or residuals[made.positive] <= SMALL * (threshold + 8 * norm)
-    if made.positive >= 0:
-        allowed[made.positive] = math.inf  # its elements have one sign, so the errors of many outputs may add up
-    return (
-        all(residual <= most for residual, most in zip(residuals, allowed, strict=True))
-        and (is_quiet or _same_if_contiguous(check, made.vectors[expanded], gradients[expanded]))
-        and (is_small_quiet or _small_positive_is_linear(check, made, gradients))
+    return all(residual <= most for residual, most in zip(residuals, allowed, strict=True)) and (
+        is_quiet or _same_if_contiguous(check, made.vectors[expanded], gradients[expanded])
     )
 
 
@@ -523,17 +507,13 @@ def _same_if_contiguous(check: SmallCheck, vector: Tensor, gradient: Tensor) -> 
     return bool(same.all())
 
 
-def _small_positive_is_linear(check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
-    """Whether the VJP of the small positive cotangent is the sum of VJPs of others, which are neither."""
+def _one_sign_is_linear(check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
+    """Whether cotangents whose elements all have one sign give VJPs that agree with that of row REPEATED."""
     backward = SmallBackward(check.problem, check.vjps)
-    rest = made.vectors[made.positive] / SMALL - made.vectors[REPEATED]
-    found = backward.vjp(rest[None])
+    failure = one_sign_failure(backward, check.settings, made.vectors[REPEATED], gradients[REPEATED])
     check.vjps = backward.vjps
-    small, parts = gradients[made.positive] / SMALL, torch.cat([gradients[REPEATED : REPEATED + 1], found])
-    if not bool(differs_from_sum(backward, check.settings, small, parts, SMALL).any()):
-        return True
-    add_products(check, rest[None], found)
-    return False
+    check.vjp_varies = failure is not None and failure.kind == "nondeterministic"
+    return failure is None
 
 
 def _zeros_are_zero(check: SmallCheck) -> bool:

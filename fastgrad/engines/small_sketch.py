@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fastgrad.core.native import Layout
 from fastgrad.engines.blocks import REPEAT_SCALE, one_hot_elements
-from fastgrad.engines.grad_output_kinds import SMALL
 from fastgrad.engines.sketch import cotangents
 
 REPEATED, RUNS = 1, 3
@@ -39,9 +38,9 @@ class ScreeningGradOutputs:
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
     zero, or are expanded. If there are several outputs, one cotangent is also run for each output separately. For
-    custom code, there are also one-hot grad_outputs, and one whose elements are positive and small. Without custom
-    code, no cotangent is half zero, because the mostly zero one shows how kernels treat zeros; it is nonzero at the
-    last element of each output, where kernels may take another path.
+    custom code, there are also one-hot grad_outputs. Without custom code, no cotangent is half zero, because the mostly
+    zero one shows how kernels treat zeros; it is nonzero at the last element of each output, where kernels may take
+    another path.
 
     Attributes
     ----------
@@ -62,8 +61,6 @@ class ScreeningGradOutputs:
         Numbers of the rows that equal row REPEATED, for each output separately.
     expanded
         Number of the row that is expanded.
-    positive
-        Number of the row whose elements are positive and small; -1: there is none.
     of_all
         Number of rows before those of `separate`.
     """
@@ -78,7 +75,6 @@ class ScreeningGradOutputs:
     one_hot: dict[int, int]
     separate: list[int]
     expanded: int
-    positive: int
     of_all: int
 
 
@@ -99,7 +95,6 @@ def weighted_grad_outputs(
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
     expanded, repeated = len(rows) - 1, rows[REPEATED][0]
     one_hot: dict[int, int] = {}
-    positive = -1
     if is_custom:
         found = _one_hot_coordinates(layout, seed)
         # One more coordinate, inside the outputs, because the rows of their last elements may be zero.
@@ -109,8 +104,6 @@ def weighted_grad_outputs(
             one[coordinate] = 1.0
             one_hot[len(rows)] = coordinate
             rows.append((one, Layout.CONTIGUOUS, output, 1.0))
-        positive = len(rows)
-        rows.append((rows[0][0].abs() * SMALL, Layout.CONTIGUOUS, -1, SMALL))
     else:
         mostly_zero = rows[expanded - 1][0]
         for first, width, elements in layout:
@@ -134,6 +127,5 @@ def weighted_grad_outputs(
         one_hot,
         separate,
         expanded,
-        positive,
         of_all,
     )

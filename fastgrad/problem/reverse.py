@@ -11,7 +11,6 @@ from fastgrad.core import native
 from fastgrad.core.memory import repeats_if_memory_lacks
 from fastgrad.core.phases import phase
 from fastgrad.core.random import GRAPH_STREAM, uniform_like
-from fastgrad.core.tensors import largest_change
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.evaluation import Evaluation
 from fastgrad.report.failure import modulus
@@ -195,20 +194,13 @@ class ReverseMode(Evaluation):
         """The first and the last graph, if they are kept and have run VJPs."""
         return [recorded.graph for recorded in (self._first, self._recorded) if recorded and recorded.graph]
 
-    def changed_output(self) -> Block | None:
-        """An output of the first or of the last graph that was modified after func had returned it.
+    def graph_values(self) -> list[Tensor]:
+        """The present values of the outputs of the first and of the last graph, if they are kept: each of shape (m,).
 
-        func is called again if an output differs from `base`: func may also return other values in each call.
+        Empty unless `base` is known, with which they can be compared.
         """
-        if self._base is None or self.mutates_inputs or self.zero_displacement() is not None:
-            return None
-        graphs = [recorded.outputs for recorded in (self._first, self._recorded) if recorded]
-        for block in self.outputs:
-            values = [self._flat([outputs[block.index].detach()]) for outputs in graphs]
-            is_changed = any(largest_change(value, self._base[block.slice]) > 0 for value in values)
-            if is_changed and not largest_change(self.evaluate(True), self._base):
-                return block
-        return None
+        graphs = [recorded.outputs for recorded in (self._first, self._recorded) if recorded and self._base is not None]
+        return [self._flat(output.detach() for output in outputs) for outputs in graphs]
 
     def vjp_of_older_graph(self, cotangents: Tensor, only: Block | None) -> Tensor:
         """V J as in `vjp`, from the first graph if func was called since; otherwise as in `vjp_before`."""

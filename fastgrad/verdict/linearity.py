@@ -456,26 +456,34 @@ def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, grad
     return _sum_failure(problem, settings, gradient, scaled, "for a random grad_output", addends)
 
 
-def small_positive_failure(
+def one_sign_failure(
     problem: Problem | SmallBackward, settings: Settings, cotangent: Tensor, gradient: Tensor
 ) -> Failure | None:
-    """The failure if a small positive cotangent does not give the sum of VJPs of others, which are neither.
+    """The failure if VJPs of a positive and of a negative cotangent do not agree with that of one with both signs.
 
-    cotangent: random, with both signs, shape (m,); gradient: its VJP, shape (n,).
+    The positive one is small. The negative one is a quarter of the one with both signs minus the magnitudes of its
+    elements. cotangent: random, with both signs, shape (m,); gradient: its VJP, shape (n,).
     """
-    positive = cotangent.abs().flip(0)  # other magnitudes than those of the cotangent, so that the rest has both signs
+    size = cotangent.abs()
+    vectors = torch.stack([SMALL * size, 0.25 * cotangent - size, cotangent])
     multiple = f"{1 / SMALL:g}"
-    which = f"for a positive grad_output with elements near 1/{multiple}"
-    addends = f"those for two grad_outputs that add up to {multiple} times this one, divided by {multiple},"
+    addends = (
+        f"0.25 times the one for a grad_output with both signs and -{multiple} times the one for a positive "
+        f"grad_output, with elements near 1/{multiple},"
+    )
 
-    def failure(gradients: Tensor) -> Failure | None:
-        return _sum_failure(problem, settings, gradients[0] / SMALL, gradients[1:], which, addends, SMALL)
+    def failure(gradients: Tensor, changes: Tensor | None = None) -> Failure | None:
+        parts = torch.stack([0.25 * gradients[2], gradients[0] / -SMALL])
+        which = "for a negative grad_output"
+        return _sum_failure(problem, settings, gradients[1], parts, which, addends, 1 / SMALL, changes)
 
-    rest = [positive - cotangent] if problem.m > 1 else []
-    vectors = torch.stack([positive * SMALL, *rest, cotangent])
-    if failure(torch.cat([problem.vjp(vectors[:-1]), gradient[None]])) is None:
+    if failure(torch.cat([problem.vjp(vectors[:2]), gradient[None]])) is None:
         return None
-    return failure(problem.vjp(vectors)) or nondeterministic(problem.outputs[0])
+    again = problem.vjp(vectors)
+    if failure(again) is None:
+        return nondeterministic(problem.outputs[0])
+    scales = cotangent.new_tensor(RESCALED).abs()[:, None]  # the multiples are also negative
+    return failure(again, (problem.vjp(scales * vectors[1]) / scales - again[1]).abs().amax(0))
 
 
 def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:
@@ -488,21 +496,6 @@ def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gr
     return _sum_failure(problem, settings, gradient, parts, which, "those of each output alone")
 
 
-def differs_from_sum(
-    problem: Problem | SmallBackward, settings: Settings, gradient: Tensor, parts: Tensor, scale: float = 1.0
-) -> Tensor:
-    """Where a gradient, shape (n,), differs from the sum of parts, shape (count, n), beyond the tolerance: bool, (n,).
-
-    scale: the gradient is that of a grad_output times this factor, divided by the factor.
-    """
-    total = parts.sum(0)
-    atol, rtol = tolerances(problem, settings)
-    allowed = atol + settings.nondet_tol / scale + (rtol + ROUNDING * problem.unit_roundoff) * parts.abs().sum(0)
-    # A sum of finite parts may overflow: not compared. A part that is not finite is wrong if the gradient is finite.
-    differs = ~((gradient - total).abs() <= allowed) & total.isfinite()
-    return differs | (gradient.isfinite() & ~parts.isfinite().all(0))
-
-
 def _sum_failure(
     problem: Problem | SmallBackward,
     settings: Settings,
@@ -510,15 +503,24 @@ def _sum_failure(
     parts: Tensor,
     which: str,
     addends: str,
-    scale: float = 1.0,
+    factor: float = 1.0,
+    changes: Tensor | None = None,
 ) -> Failure | None:
-    """The failure if a gradient differs from a sum, as in `differs_from_sum`; the text states both times the scale."""
-    wrong = differs_from_sum(problem, settings, gradient, parts, scale)
+    """The failure if a gradient, shape (n,), differs from the sum of parts, shape (count, n), beyond the tolerance.
+
+    factor: the largest one by which a part was multiplied. changes: how far VJPs of multiples of the grad_output,
+    divided by the factors, differ from the gradient, because backward rounds, for example in float32: shape (n,).
+    """
+    total = parts.sum(0)
+    atol, rtol = tolerances(problem, settings)
+    allowed = atol + settings.nondet_tol * factor + (rtol + ROUNDING * problem.unit_roundoff) * parts.abs().sum(0)
+    if changes is not None:
+        allowed += MEASURED * torch.minimum(changes.nan_to_num(0.0), allowed)
+    # A sum of finite parts may overflow: not compared. A part that is not finite is wrong if the gradient is finite.
+    differs = ~((gradient - total).abs() <= allowed) & total.isfinite()
+    wrong = differs | (gradient.isfinite() & ~parts.isfinite().all(0))
     if not bool(wrong.any()):
         return None
     coordinate = int(wrong.nonzero()[0])
-    block, numbers = (
-        block_with(problem.inputs, coordinate),
-        [scale * of[coordinate].item() for of in (gradient, parts.sum(0))],
-    )
-    return nonlinear_sum("reverse", block, coordinate, which, addends, *numbers)
+    block, own, summed = block_with(problem.inputs, coordinate), gradient[coordinate].item(), total[coordinate].item()
+    return nonlinear_sum("reverse", block, coordinate, which, addends, own, summed)

@@ -23,7 +23,7 @@ from fastgrad.report.failure import Failure, digits_apart
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.grad_outputs import check_zero_grad_output
-from fastgrad.verdict.linearity import MEASURED, RESCALED, linearity_cotangents, small_positive_failure
+from fastgrad.verdict.linearity import MEASURED, RESCALED, linearity_cotangents, one_sign_failure
 from fastgrad.verdict.negation import nonlinear_component
 from fastgrad.verdict.repeated_rows import gradients_agree, nondeterministic, nondeterministic_func
 
@@ -207,12 +207,12 @@ class RepeatedCalls:
             varying = self._first_varying(self._known, self._order(one_round))
             failure = None if varying is None else nondeterministic(varying)
             self._last = self._problem.vjps
-            return failure or (None if one_round else self._small_positive_failure(self._known[0]))
-        return self._small_positive_failure(self._known[0]) or failure
+            return failure or (None if one_round else self._one_sign_failure(self._known[0]))
+        return self._one_sign_failure(self._known[0]) or failure
 
-    def _small_positive_failure(self, known: Tensor) -> Failure | None:
+    def _one_sign_failure(self, known: Tensor) -> Failure | None:
         problem, settings = self._problem, self._settings
-        failure = small_positive_failure(problem, settings, self._cotangents(range(1))[0], known)
+        failure = one_sign_failure(problem, settings, self._cotangents(range(1))[0], known)
         if failure is None or not isinstance(problem, Problem):
             return failure
         return check_zero_grad_output(problem, settings) or failure  # a gradient for zero is a simpler explanation

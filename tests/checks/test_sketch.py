@@ -362,10 +362,14 @@ def test_a_path_for_sparse_grad_outputs(n: int, wrong: Callable[[Tensor], Tensor
 @pytest.mark.parametrize("n", [3, 40, 2000, LARGE])
 @pytest.mark.parametrize(
     "is_special",
-    [lambda g: bool((g > 0).all() and g.amin() < g.amax()), lambda g: 0 < float(g.abs().amax()) < 0.01],
-    ids=["positive", "small"],
+    [
+        lambda g: bool((g > 0).all() and g.amin() < g.amax()),
+        lambda g: bool((g < 0).all() and g.amin() < g.amax()),
+        lambda g: 0 < float(g.abs().amax()) < 0.01,
+    ],
+    ids=["positive", "negative", "small"],
 )
-def test_a_path_for_positive_or_small_grad_outputs(n: int, is_special: Callable[[Tensor], bool]) -> None:
+def test_a_path_for_grad_outputs_of_one_sign_or_small_ones(n: int, is_special: Callable[[Tensor], bool]) -> None:
     report = fast(doubled(lambda gradient, _: 1.5 * gradient if is_special(gradient) else gradient), normal(n))
     assert report.failure is not None
     assert report.failure.kind == "nonlinear"
