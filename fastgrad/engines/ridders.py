@@ -97,6 +97,8 @@ class Refinement:
     ----------
     values, errors
         The derivatives and their estimated errors: float64, shape (entries,).
+    rounding
+        The effect of rounding on the outputs: float64, shape (entries,).
     left, right
         One-sided derivatives with the step eps: float64, shape (entries,).
     at_eps
@@ -108,8 +110,8 @@ class Refinement:
         By how much repeated values of func differ, divided by the width of the difference at eps: float64, shape
         (entries,).
     doubtful
-        Whether func is straight at steps of eps and larger, with a slope other than `values`. Then `values` come from
-        rounding inside func: bool, shape (entries,).
+        Whether func is straight at steps of eps and larger, with a slope other than `values`, or is a staircase within
+        eps. Then `values` come from rounding inside func: bool, shape (entries,).
     quantum
         Where rounding inside func may hide a derivative at steps of eps: the number of which all changes of func are
         multiples. Zero elsewhere: float64, shape (entries,).
@@ -128,6 +130,7 @@ class Refinement:
 
     values: Tensor
     errors: Tensor
+    rounding: Tensor
     left: Tensor
     right: Tensor
     at_eps: Tensor
@@ -228,7 +231,7 @@ def measured(
     for taken, powers in _runs(largest, smallest, ratio, QUICK_STEPS if quickly else None):
         displacement[where] = torch.where(taken, largest, 0.0)
         scales = [ratio**-power for power in powers]
-        for scale, pair in zip(scales, _pairs(problem, record_graph, displacement, scales, outputs), strict=True):
+        for scale, pair in zip(scales, both_sides(problem, record_graph, displacement, scales, outputs), strict=True):
             if pair is None:
                 continue  # the point may be outside func's domain; a smaller step may stay inside
             plus, minus = pair
@@ -245,7 +248,7 @@ def measured(
         drift = (problem.evaluate(record_graph, torch.zeros_like(displacement))[outputs] - base).abs()
         for step in _isolated(found[1], found[2], rounding):
             displacement[where] = torch.where(points[step][0], largest, 0.0)
-            (pair,) = _pairs(problem, record_graph, displacement, [points[step][1]], outputs)
+            (pair,) = both_sides(problem, record_graph, displacement, [points[step][1]], outputs)
             if pair is not None:
                 again = pair[0] - pair[1]
                 drift = torch.where(near(again, changes[step], drift), drift, (again - changes[step]).abs())
@@ -285,7 +288,7 @@ def _runs(largest: Tensor, smallest: Tensor, ratio: float, most: int | None) -> 
     return found
 
 
-def _pairs(
+def both_sides(
     problem: Problem, record_graph: bool, displacement: Tensor, scales: Sequence[float], outputs: Tensor
 ) -> Iterator[tuple[Tensor, Tensor] | None]:
     """Some outputs at x + scale * displacement and x - scale * displacement, per scale; None if func raises."""
@@ -303,7 +306,7 @@ def _pairs(
                 yield None
             else:
                 for scale in own:
-                    yield from _pairs(problem, record_graph, displacement, [scale], outputs)
+                    yield from both_sides(problem, record_graph, displacement, [scale], outputs)
             continue
         yield from zip(*(values[sign::2, outputs].unbind() for sign in (0, 1)), strict=True)
 
@@ -358,7 +361,16 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
     doubtful |= hidden != 0
     sides, moves = (one.left, one.right, one.at_eps), (ROUNDING * one.rounding / eps, one.drift / (2 * eps))
     shape = _is_curved(one), _is_bent(one), _jumps(one, own, other)
-    found = values, errors + hidden, *sides, *moves, doubtful, torch.where(hidden != 0, quantum, 0.0), *shape
+    found = (
+        values,
+        errors + hidden,
+        one.rounding,
+        *sides,
+        *moves,
+        doubtful,
+        torch.where(hidden != 0, quantum, 0.0),
+        *shape,
+    )
     return Refinement(*found, one.steps.t(), one.changes.t(), one.widths.t())
 
 

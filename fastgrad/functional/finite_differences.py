@@ -23,6 +23,7 @@ from fastgrad.core.tensors import largest
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import MIN_COLUMNS_FOR_PROBING
 from fastgrad.engines.ridders import LARGEST_STEP, extrapolate, measured, settled
+from fastgrad.engines.stairs import mark_stairs
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
@@ -121,6 +122,7 @@ def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool
     settings, eps = Settings(), _step(problem)
     own = Tolerances(atol=settings.atol, rtol=0.0)
     (found,) = settled([[measured(problem, columns, rows, record_graph, eps)]], own)
+    mark_stairs(problem, record_graph, eps, columns, rows, found, own)
     mean, gap = (found.left + found.right) / 2, (found.left - found.right).abs()
     is_undecided = found.values.isnan()
     values = torch.where(is_undecided, mean, found.values)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastgrad.core.phases import phase
 from fastgrad.engines.ridders import LARGEST_STEP, Refinement, measured, settled
+from fastgrad.engines.stairs import mark_stairs
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Difference, Entry, NumericalIssue, digits_apart, modulus
@@ -164,11 +165,8 @@ def worst_remeasured(
     values, errors, converged = _values_and_errors(suspects, columns)
     allowed = own.allowed(values)
     agrees = (suspects.analytical - values).abs() <= allowed
-    shape = suspects.outputs.shape
-    doubtful = torch.stack([column.doubtful.reshape(shape).any(1) for column in columns]).any(0)
-    jumps = torch.stack([column.jumps.reshape(shape).any(1) for column in columns]).any(0)
     # A gradient is wrong if it agrees only with slopes that come from rounding inside func.
-    converged &= ~(doubtful & agrees)
+    doubtful, jumps = (_any_part(suspects, [getattr(c, name) for c in columns]) for name in ("doubtful", "jumps"))
     off = errors.abs()
     is_undecided = agrees & ~converged & ~doubtful & ~jumps & (off <= MAX_UNDECIDED_ERROR * allowed)
     for which in map(int, is_undecided.nonzero().reshape(-1)):  # tensor subclasses have no tolist
@@ -215,20 +213,34 @@ def _refined(
         ]
         for part in range(groups[0].inputs.shape[1])
     ]
-    return settled(parts, groups[0].tolerances, width)
+    columns = settled(parts, groups[0].tolerances, width)
+    for part, column in enumerate(columns):
+        end = 0
+        for group in groups:
+            begin, end = end, end + group.outputs.numel()
+            inputs, outputs = group.inputs[:, part].repeat_interleave(width), group.outputs.reshape(-1)
+            own = column.of(slice(begin, end))
+            mark_stairs(problem, record_graph, eps, inputs, outputs, own, group.tolerances)
+    return columns
 
 
 def _values_and_errors(suspects: Suspects, columns: list[Refinement]) -> tuple[Tensor, Tensor, Tensor]:
     """The entries and their errors, complex128, and whether they converged: shape (entries,).
 
-    An entry has converged if its error is within the tolerance and func does not jump at x.
+    An entry has converged if its error is within the tolerance, rounding inside func does not explain its value, and
+    func does not jump at x.
     """
     values, errors, jumps = (
         _entries([getattr(column, name).reshape(suspects.outputs.shape) for column in columns])
         for name in ("values", "errors", "jumps")
     )
-    # Not "errors > allowed", because a NaN has not converged.
-    return values, errors, (errors.abs() <= suspects.tolerances.allowed(values)) & (jumps == 0)
+    converged = (errors.abs() <= suspects.tolerances.allowed(values)) & (jumps == 0)  # a NaN has not converged
+    return values, errors, converged & ~_any_part(suspects, [column.doubtful for column in columns])
+
+
+def _any_part(suspects: Suspects, columns: list[Tensor]) -> Tensor:
+    """Whether a property holds for any coordinate of an entry: bool, shape (entries,)."""
+    return torch.stack([column.reshape(suspects.outputs.shape).any(1) for column in columns]).any(0)
 
 
 def _clearly_wrong(suspects: Suspects, columns: list[Refinement]) -> Tensor:
@@ -344,8 +356,8 @@ def _numerical_issue(
         )
     if any(bool(column.doubtful[row]) for column, row in parts):
         return (
-            "steps much smaller than eps give another derivative, although func is a straight line there: an "
-            "intermediate result may have lower precision",
+            "steps much smaller than eps give another derivative, which does not explain how func changes within eps: "
+            "an intermediate result may have lower precision",
             "low precision",
         )
     if not sure:

@@ -62,8 +62,8 @@ def test_right_gradients_pass_at_once(
         # of a dense one on the first graph.
         (torch.sin, 30, 6, 7),
         # In addition: one evaluation for a third graph; VJPs of a half zero grad_output, a zero one, two one-hot ones,
-        # a multiple, a small positive one and a negative one; repeats of a dense one, of this one and both one-hot ones on the third graph, and of a dense
-        # and a one-hot one on the first graph.
+        # a multiple, a small positive one and a negative one; repeats of a dense one, of this one and both one-hot ones
+        # on the third graph, and of a dense and a one-hot one on the first graph.
         (function(torch.sin, lambda g, x: g * x.cos()), 30, 7, 20),
     ],
 )

@@ -1,0 +1,128 @@
+"""Whether func is a staircase next to x, because an intermediate result is rounded. Small steps see only one stair."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastgrad.core.precision import spacing
+from fastgrad.engines.ridders import LARGEST_STEP, Refinement, both_sides
+from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.problem import Problem
+from fastgrad.report.settings import Tolerances
+
+POINTS = 0.25, 0.35, 0.45, 0.575, 0.7, 0.85, 1.0
+"""Distances from x at which slopes are measured, in units of the largest one: the ends and the middles of three
+intervals on each side of x."""
+
+FARTHEST = 1.0, 32.0
+"""The largest distances from x, in units of the step of the check. In float32, stairs may be as wide as this step."""
+
+FINEST_RATIO = 2.0
+"""The steps of slopes are powers of this number times the largest distance."""
+
+COARSEST = FINEST_RATIO**-6
+"""The largest step of a slope, in units of the largest distance. A stair must be wider, and the intervals must contain
+several stairs."""
+
+RESOLUTION = 8.0
+"""The least step of a slope changes outputs by their rounding times this number if the slope is the tolerance."""
+
+FEWEST_ULPS = 16.0
+"""The least step of a slope, in units of the rounding of x."""
+
+CURVED = 1 / 64
+"""The largest error of Simpson's rule, relative to the differences of the slopes, if func is smooth in an interval."""
+
+FEWEST = 4
+"""The least number of intervals, of six, that must show stairs. A jump, or a few kinks side by side, affect one."""
+
+
+def mark_stairs(
+    problem: Problem,
+    record_graph: bool,
+    eps: float,
+    inputs: Tensor,
+    outputs: Tensor,
+    refinement: Refinement,
+    own: Tolerances,
+) -> None:
+    """Sets `doubtful` where func is a staircase and the derivative is the slope of a stair.
+
+    Entries are tested if the derivative differs from the one-sided differences at eps. A test takes 64 evaluations or,
+    for entries that need slopes of different steps, a multiple of this number.
+
+    inputs, outputs: the coordinates of the entries, as for `ridders.measured`.
+    """
+    allowed = own.allowed(refinement.values)
+    sides = torch.stack([refinement.left, refinement.right])
+    distance = (sides - refinement.values).abs().nan_to_num(0.0).amax(0)
+    open_ = ((distance > allowed) & (refinement.errors <= allowed) & ~refinement.doubtful).nonzero().reshape(-1)
+    if not open_.numel():
+        return
+    direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+    direction[inputs] = 1.0
+    displacement, x = problem.displacement(direction, eps), problem.coordinates()[inputs]
+    dtype = block_with(problem.inputs, int(inputs[0])).tensor.dtype
+    for farthest in FARTHEST:
+        steps = farthest * displacement[inputs]
+        open_ = open_[(steps <= LARGEST_STEP * x.abs().clamp(min=1.0))[open_]]
+        least = RESOLUTION * refinement.rounding / allowed
+        fine = torch.maximum(least, FEWEST_ULPS * spacing(dtype) * (x.abs() + steps)) / steps
+        powers = torch.ceil(fine.log() / math.log(FINEST_RATIO))[open_]
+        for power in torch.unique(powers[fine[open_] <= COARSEST]):
+            some = open_[powers == power]
+            scales = _scales(FINEST_RATIO ** float(power))
+            found = list(both_sides(problem, record_graph, farthest * displacement, scales, outputs[some]))
+            if None in found:
+                continue
+            values = torch.stack([torch.stack(pair) for pair in found if pair is not None])
+            moved = steps.new_tensor([[scale, -scale] for scale in scales])[:, :, None] * steps[some]
+            positions = (x[some] + moved).to(dtype.to_real()).double()
+            known = (known[some] for known in (refinement.values, allowed, refinement.rounding))
+            refinement.doubtful[some] = _show_stairs(values, positions, *known)
+        open_ = open_[~refinement.doubtful[open_]]
+
+
+def _scales(ratio: float) -> list[float]:
+    """Distances from x: for each of `POINTS`, the ends of the step of its slope; and two steps for slopes at x."""
+    return [point + side * ratio for point in POINTS for side in (1, -1)] + [ratio, ratio / RESOLUTION]
+
+
+def _show_stairs(values: Tensor, positions: Tensor, derivatives: Tensor, allowed: Tensor, rounding: Tensor) -> Tensor:
+    """Whether outputs show stairs: bool, shape (entries,).
+
+    In an interval in which func is smooth, its change is the integral of its slope, by Simpson's rule. If func is a
+    staircase, slopes are those of stairs, and the change also contains the heights of the stairs, which all go up or
+    all go down on one side of x. A kink in the interval makes slopes differ; such an interval decides nothing. No
+    interval may be smooth. The slope at x must be the derivative, at one of two steps: a kink may be closer than the
+    larger one.
+
+    Parameters
+    ----------
+    values, positions
+        The outputs at the distances of `_scales`, on both sides of x, and the input there: shape (scales, 2, entries).
+    derivatives, allowed, rounding
+        The derivatives and their tolerances, and the rounding of the outputs: shape (entries,).
+    """
+    widths = positions[:-2:2] - positions[1:-2:2]
+    slopes = (values[:-2:2] - values[1:-2:2]) / widths
+    centers, places = (values[:-2:2] + values[1:-2:2]) / 2, (positions[:-2:2] + positions[1:-2:2]) / 2
+    at_x = (values[-2:, 0] - values[-2:, 1]) / (positions[-2:, 0] - positions[-2:, 1])
+    error = allowed / 2 + 8 * rounding / widths.abs().amin((0, 1))
+    is_smooth = ~((at_x - derivatives).abs() <= allowed + RESOLUTION * error).any(0)
+    shown = torch.zeros_like(rounding)
+    for side in range(2):
+        up, down = torch.zeros_like(rounding), torch.zeros_like(rounding)
+        for first in range(0, len(POINTS) - 2, 2):
+            begin, middle, end = slopes[first : first + 3, side]
+            mean = (centers[first + 2] - centers[first])[side] / (places[first + 2] - places[first])[side]
+            rest = mean - (begin + 4 * middle + end) / 6
+            spread = torch.maximum((begin - middle).abs(), (end - middle).abs())
+            up += rest > spread + error
+            down += rest < -spread - error
+            is_smooth |= rest.abs() <= CURVED * spread + error
+        shown += torch.maximum(up, down)
+    return (shown >= FEWEST) & ~is_smooth
