@@ -40,7 +40,9 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
     if failure.kind == "mismatch":
         found += _of_modes(failure, evidence, report.settings)
         found += _of_experiments(failure, evidence)
-        is_known = failure.numerical_issue != "not converged"  # values that depend on the step are no evidence
+        comparison = failure.comparison
+        is_clear = comparison is None or 2 * comparison.unclear <= comparison.mismatches
+        is_known = is_clear and failure.numerical_issue != "not converged"  # values that depend on eps are no evidence
         if is_known and sample is not None and bool(sample.failing.any()):
             found += of_sample(sample, report, failure, own)
         elif is_known and failure.comparison is not None:

@@ -17,13 +17,16 @@ POINTS = 0.25, 0.35, 0.45, 0.575, 0.7, 0.85, 1.0
 """Distances from x at which slopes are measured, in units of the largest one: the ends and the middles of three
 intervals on each side of x."""
 
+INTERVALS = len(POINTS) - 1
+"""The number of intervals on both sides."""
+
 FARTHEST = 1.0, 32.0
 """The largest distances from x, in units of the step of the check. In float32, stairs may be as wide as this step."""
 
-FINEST_RATIO = 2.0
-"""The steps of slopes are powers of this number times the largest distance."""
+RATIO = 4.0
+"""The steps of slopes are powers of this number times the largest distance, so that many entries share a step."""
 
-COARSEST = FINEST_RATIO**-6
+COARSEST = RATIO**-3
 """The largest step of a slope, in units of the largest distance. A stair must be wider, and the intervals must contain
 several stairs."""
 
@@ -51,13 +54,13 @@ def mark_stairs(
 ) -> None:
     """Sets `doubtful` where func is a staircase and the derivative is the slope of a stair.
 
-    Entries are tested if the derivative differs from the one-sided differences at eps. A test takes 64 evaluations or,
-    for entries that need slopes of different steps, a multiple of this number.
+    Entries are tested if the derivative differs from the one-sided differences at eps. A test takes 32 evaluations for
+    each distance of FARTHEST and for each step of slopes that some entries need.
 
     inputs, outputs: the coordinates of the entries, as for `ridders.measured`.
     """
     allowed = own.allowed(refinement.values)
-    sides = torch.stack([refinement.left, refinement.right])
+    sides = torch.stack([refinement.right, refinement.left])
     distance = (sides - refinement.values).abs().nan_to_num(0.0).amax(0)
     open_ = ((distance > allowed) & (refinement.errors <= allowed) & ~refinement.doubtful).nonzero().reshape(-1)
     if not open_.numel():
@@ -66,24 +69,25 @@ def mark_stairs(
     direction[inputs] = 1.0
     displacement, x = problem.displacement(direction, eps), problem.coordinates()[inputs]
     dtype = block_with(problem.inputs, int(inputs[0])).tensor.dtype
+    is_open = torch.ones_like(refinement.doubtful)
     for farthest in FARTHEST:
         steps = farthest * displacement[inputs]
         open_ = open_[(steps <= LARGEST_STEP * x.abs().clamp(min=1.0))[open_]]
         least = RESOLUTION * refinement.rounding / allowed
         fine = torch.maximum(least, FEWEST_ULPS * spacing(dtype) * (x.abs() + steps)) / steps
-        powers = torch.ceil(fine.log() / math.log(FINEST_RATIO))[open_]
+        powers = torch.floor(fine.log() / math.log(RATIO))[open_]
         for power in torch.unique(powers[fine[open_] <= COARSEST]):
             some = open_[powers == power]
-            scales = _scales(FINEST_RATIO ** float(power))
+            scales = _scales(RATIO ** float(power))
             found = list(both_sides(problem, record_graph, farthest * displacement, scales, outputs[some]))
             if None in found:
                 continue
             values = torch.stack([torch.stack(pair) for pair in found if pair is not None])
             moved = steps.new_tensor([[scale, -scale] for scale in scales])[:, :, None] * steps[some]
             positions = (x[some] + moved).to(dtype.to_real()).double()
-            known = (known[some] for known in (refinement.values, allowed, refinement.rounding))
-            refinement.doubtful[some] = _show_stairs(values, positions, *known)
-        open_ = open_[~refinement.doubtful[open_]]
+            known = (of[some] for of in (refinement.values, allowed, refinement.rounding))
+            refinement.doubtful[some], is_open[some] = _show_stairs(values, positions, sides[:, some], *known)
+        open_ = open_[(is_open & ~refinement.doubtful)[open_]]
 
 
 def _scales(ratio: float) -> list[float]:
@@ -91,8 +95,10 @@ def _scales(ratio: float) -> list[float]:
     return [point + side * ratio for point in POINTS for side in (1, -1)] + [ratio, ratio / RESOLUTION]
 
 
-def _show_stairs(values: Tensor, positions: Tensor, derivatives: Tensor, allowed: Tensor, rounding: Tensor) -> Tensor:
-    """Whether outputs show stairs: bool, shape (entries,).
+def _show_stairs(
+    values: Tensor, positions: Tensor, sides: Tensor, derivatives: Tensor, allowed: Tensor, rounding: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Whether outputs show stairs, and whether larger distances may show wider ones: bool, shape (entries,) each.
 
     In an interval in which func is smooth, its change is the integral of its slope, by Simpson's rule. If func is a
     staircase, slopes are those of stairs, and the change also contains the heights of the stairs, which all go up or
@@ -100,10 +106,15 @@ def _show_stairs(values: Tensor, positions: Tensor, derivatives: Tensor, allowed
     interval may be smooth. The slope at x must be the derivative, at one of two steps: a kink may be closer than the
     larger one.
 
+    There may be wider stairs unless all intervals are smooth, and the slopes and a kink next to x explain the
+    one-sided differences.
+
     Parameters
     ----------
     values, positions
         The outputs at the distances of `_scales`, on both sides of x, and the input there: shape (scales, 2, entries).
+    sides
+        The right and the left difference at the step of the check: shape (2, entries).
     derivatives, allowed, rounding
         The derivatives and their tolerances, and the rounding of the outputs: shape (entries,).
     """
@@ -112,8 +123,7 @@ def _show_stairs(values: Tensor, positions: Tensor, derivatives: Tensor, allowed
     centers, places = (values[:-2:2] + values[1:-2:2]) / 2, (positions[:-2:2] + positions[1:-2:2]) / 2
     at_x = (values[-2:, 0] - values[-2:, 1]) / (positions[-2:, 0] - positions[-2:, 1])
     error = allowed / 2 + 8 * rounding / widths.abs().amin((0, 1))
-    is_smooth = ~((at_x - derivatives).abs() <= allowed + RESOLUTION * error).any(0)
-    shown = torch.zeros_like(rounding)
+    shown, smooth = torch.zeros_like(rounding), torch.zeros_like(rounding)
     for side in range(2):
         up, down = torch.zeros_like(rounding), torch.zeros_like(rounding)
         for first in range(0, len(POINTS) - 2, 2):
@@ -123,6 +133,10 @@ def _show_stairs(values: Tensor, positions: Tensor, derivatives: Tensor, allowed
             spread = torch.maximum((begin - middle).abs(), (end - middle).abs())
             up += rest > spread + error
             down += rest < -spread - error
-            is_smooth |= rest.abs() <= CURVED * spread + error
+            smooth += rest.abs() <= CURVED * spread + error
         shown += torch.maximum(up, down)
-    return (shown >= FEWEST) & ~is_smooth
+    is_slope = ((at_x - derivatives).abs() <= allowed + RESOLUTION * error).any(0)
+    # A kink is closer to x than the first point. Up to the kink, the slope is the derivative.
+    bent, range_ = slopes[0] - derivatives, slopes.amax(0) - slopes.amin(0) + error
+    is_explained = ((sides - slopes[0]).abs() <= POINTS[0] * bent.abs() + range_).all(0) & (smooth == INTERVALS)
+    return (shown >= FEWEST) & (smooth == 0) & is_slope, ~is_explained & sides.isfinite().all(0)

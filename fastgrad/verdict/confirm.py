@@ -221,7 +221,7 @@ def _first_confirmed(
     group are moved together; an element that looks wrong is then moved separately.
     """
     measured = torch.zeros_like(groups, dtype=torch.bool)
-    elements, unresolved = suspects.input_elements, 0.0
+    elements, unresolved, misleads = suspects.input_elements, 0.0, False
     # The worst entries first: a wrong entry is usually among them, and there may be many others.
     for most in (WORST, len(groups)):
         left = (~measured[:most]).nonzero().reshape(-1)
@@ -240,6 +240,7 @@ def _first_confirmed(
                 )
                 remeasured, wrong, off = measure()
                 unresolved = max(unresolved, off)
+                misleads |= remeasured is not None and remeasured.eps_misleads
                 if remeasured is not None and several:
                     suspected = suspects.of(some[wrong])
                     others = (remeasured.entry, *remeasured.others)
@@ -254,7 +255,8 @@ def _first_confirmed(
                     elif not bool(measure()[1].any()):
                         problem.irreproducible.append("at steps of several inputs")
                 if remeasured is not None:
-                    return remeasured, measured, unresolved
+                    return replace(remeasured, eps_misleads=misleads), measured, unresolved
+                misleads = True
                 if not bool(wrong.any()):
                     break  # nothing looked wrong, so all steps were already taken
             in_turn, count = in_turn[count:], min(MAX_GROUPS, count * 4)
@@ -381,8 +383,10 @@ def _with_worst(pair: PairComparison, remeasured: RemeasuredEntry | None, worst:
         first = unspecified[0]
     unclear = pair.mismatches - len(unspecified)
     if remeasured is not None:
-        within = 0 if remeasured.numerical_issue else pair.within(CLEAR_DIFFERENCE * remeasured.noise)
-        unclear = min(within, unclear - 1 - len(remeasured.others))
+        unclear -= 1 + len(remeasured.others)
+        if not remeasured.eps_misleads:
+            within = 0 if remeasured.numerical_issue else pair.within(CLEAR_DIFFERENCE * remeasured.noise)
+            unclear = min(within, unclear)
     if unspecified:
         worst = tuple(sorted([*worst, *unspecified], key=_excess, reverse=True)[:MAX_WORST])
     return replace(pair.result(), worst=first, worst_entries=worst, unclear=unclear)

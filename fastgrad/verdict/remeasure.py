@@ -85,6 +85,7 @@ class RemeasuredEntry:
 
     convergence: its measurements, large steps first. others: more such entries that were re-measured at the same time.
     noise: the largest error of the differences at eps, among the entries that were re-measured and converged.
+    eps_misleads: whether the difference at eps may not be the derivative, for an entry that is not known to be wrong.
     """
 
     entry: Entry
@@ -93,6 +94,7 @@ class RemeasuredEntry:
     convergence: tuple[Difference, ...] = ()
     others: tuple[Entry, ...] = ()
     noise: float = 0.0
+    eps_misleads: bool = False
 
 
 def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> RemeasuredEntry | None:
@@ -269,6 +271,8 @@ def _worst_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -> R
     own = suspects.tolerances
     values, errors, converged = _values_and_errors(suspects, columns)
     excess = (suspects.analytical - values).abs() / own.allowed(values)
+    is_same = converged & ((values - suspects.numerical).abs() <= own.allowed(values))
+    eps_misleads = not bool((is_same | wrong).all())
     at_eps = (suspects.analytical - suspects.numerical).abs() / own.allowed(suspects.numerical)
     # Converged entries first, because they are certain. A NaN is never certain.
     excess = torch.where(converged, 1 + excess, (at_eps / (1 + at_eps)).nan_to_num(1.0))
@@ -286,7 +290,8 @@ def _worst_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -> R
     convergence = _convergence(columns, suspects.outputs.shape, worst)
     moves = _entries([column.moves.reshape(suspects.outputs.shape) for column in columns]).abs()
     noise = torch.where(converged, (values - suspects.numerical).abs() + moves, 0.0).nan_to_num(0.0, 0.0)
-    return RemeasuredEntry(entries[0], detail, issue, convergence, tuple(entries[1:]), float(noise.amax()))
+    others = tuple(entries[1:])
+    return RemeasuredEntry(entries[0], detail, issue, convergence, others, float(noise.amax()), eps_misleads)
 
 
 def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:

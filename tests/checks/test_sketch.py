@@ -714,7 +714,7 @@ def test_near_ties_of_three_are_no_stairs(forward: bool) -> None:
     modes = {"check_forward_ad": forward, "check_backward_ad": not forward}
     report = fastgrad.check(lambda x: x.median(1).values, (x.requires_grad_(),), fast_mode=True, **modes)
     assert report.passed
-    assert report.evaluations < 600
+    assert report.evaluations < 700
 
 
 def test_outputs_next_to_a_kink_are_still_verified_by_smaller_steps() -> None:

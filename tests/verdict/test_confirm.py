@@ -204,3 +204,31 @@ def test_a_gradient_within_its_tolerance_at_unspecified_elements_passes() -> Non
     # VJPs also run for multiples of a grad_output, whose gradients are as many times larger.
     inputs = (dense.to_sparse_csr().requires_grad_(), 5e-6, 1.0)
     assert fastgrad.gradcheck(MaskedCube.apply, inputs, masked=True, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [4, 6, 12, 48])
+def test_entries_next_to_near_ties_are_not_counted_as_wrong(n: int) -> None:
+    """Their differences at eps are not their derivatives, and only one other entry is wrong."""
+
+    class SquaredSort(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            values, order = x.sort()
+            ctx.save_for_backward(values, order)
+            return values * values
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            values, order = ctx.saved_tensors
+            gradient = torch.zeros_like(values).index_copy_(0, order, 2 * values * grad)
+            gradient[order[-1]] += 0.1 * grad[-1]
+            return gradient
+
+    x = torch.arange(1, n + 1, dtype=torch.float64) / n
+    x[1], x[3] = x[0] + 1e-7, x[2] + 1e-7
+    report = fastgrad.check(SquaredSort.apply, x.requires_grad_())
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    assert report.failure.comparison.mismatches - report.failure.comparison.unclear == 1
+    assert "wrong in at least 1 of" in str(report)
+    assert not any("of the outputs that" in cause.text for cause in report.causes)
