@@ -60,44 +60,54 @@ bool are_equal(const std::vector<at::Tensor>& left, const std::vector<at::Tensor
 // runs the VJP again and raises with its own message.
 std::string as_it_is(const std::string& message) { return message; }
 
-// Shows which tensors are modified: by their versions and, if they are small, by their values.
+// Shows which tensors are modified: small ones on the CPU by their values, others by their versions.
 class TensorStates {
  public:
   explicit TensorStates(const std::vector<at::Tensor>& tensors) : tensors_(tensors) {
-    std::transform(tensors.begin(), tensors.end(), std::back_inserter(states_), state_of);
+    std::transform(tensors.begin(), tensors.end(), std::back_inserter(values_), values_of);
+    std::transform(tensors.begin(), tensors.end(), std::back_inserter(versions_), version_of);
   }
 
-  // The number of the first tensor that was modified since; -1: none.
+  // The number of the first small tensor whose values have changed since; -1: none.
   int64_t first_modified() const {
     const auto is_same = [](double old, double now) { return old == now || (std::isnan(old) && std::isnan(now)); };
+    return first([&](size_t k) {
+      const std::vector<double> now = values_of(tensors_[k]);
+      return !std::equal(now.begin(), now.end(), values_[k].begin(), values_[k].end(), is_same);
+    });
+  }
+
+  // The number of the first other tensor that an operator has written to since; -1: none.
+  int64_t first_written() const {
+    return first([&](size_t k) { return values_[k].empty() && version_of(tensors_[k]) != versions_[k]; });
+  }
+
+ private:
+  template <typename IsIt>
+  int64_t first(const IsIt& is_it) const {
     for (size_t k = 0; k < tensors_.size(); ++k) {
-      const auto [version, values] = state_of(tensors_[k]);
-      const auto& [old_version, old_values] = states_[k];
-      if (version != old_version ||
-          !std::equal(values.begin(), values.end(), old_values.begin(), old_values.end(), is_same)) {
+      if (is_it(k)) {
         return static_cast<int64_t>(k);
       }
     }
     return -1;
   }
 
- private:
-  using State = std::pair<uint32_t, std::vector<double>>;
+  static std::vector<double> values_of(const at::Tensor& tensor) {
+    if (!tensor.defined() || !is_small_and_plain(tensor)) {
+      return {};
+    }
+    const double* const values = tensor.const_data_ptr<double>();
+    return {values, values + tensor.numel()};
+  }
 
-  static State state_of(const at::Tensor& tensor) {
-    State state{0, {}};
-    if (tensor.defined() && !tensor.is_inference()) {
-      state.first = tensor._version();
-    }
-    if (tensor.defined() && is_small_and_plain(tensor)) {
-      const double* const values = tensor.const_data_ptr<double>();
-      state.second.assign(values, values + tensor.numel());
-    }
-    return state;
+  static uint32_t version_of(const at::Tensor& tensor) {
+    return tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
   }
 
   const std::vector<at::Tensor>& tensors_;
-  std::vector<State> states_;
+  std::vector<std::vector<double>> values_;
+  std::vector<uint32_t> versions_;
 };
 
 bool is_accumulation(const Node& node) { return dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); }
@@ -280,6 +290,7 @@ std::vector<at::Tensor> GraphRunner::run_engine(const std::vector<at::Tensor>& c
   std::vector<at::Tensor> gradients = fastgrad::vjp(outputs_, inputs_, cotangents, /*create_graph=*/false);
   modified_output_ = modified_output_ < 0 ? outputs.first_modified() : modified_output_;
   modified_cotangent_ = modified_cotangent_ < 0 ? given.first_modified() : modified_cotangent_;
+  written_cotangent_ = written_cotangent_ < 0 ? given.first_written() : written_cotangent_;
   return gradients;
 }
 
@@ -352,7 +363,7 @@ std::vector<at::Tensor> GraphRunner::vjp_of_undefined(std::optional<int64_t> one
 Graph::Graph(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs)
     : outputs_(std::move(outputs)), inputs_(std::move(inputs)) {}
 
-int64_t Graph::modified(int64_t (GraphRunner::*number)() const) const {
+int64_t Graph::number_of(int64_t (GraphRunner::*number)() const) const {
   for (const auto& [output, runner] : runners_) {
     if ((runner.*number)() >= 0) {
       return output < 0 ? (runner.*number)() : output;

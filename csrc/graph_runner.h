@@ -21,10 +21,13 @@ class GraphRunner {
  public:
   GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
 
-  // The number of the first output that backward has modified, or whose cotangent it has modified; -1: none. Modified
-  // values are seen in small tensors on the CPU. In others, only operators that count versions are seen.
+  // The number of the first small output on the CPU whose values, or the values of whose cotangent, backward has
+  // modified; -1: none.
   int64_t modified_output() const { return modified_output_; }
   int64_t modified_cotangent() const { return modified_cotangent_; }
+
+  // The number of the first other output whose cotangent an operator has written to, whatever the values; -1: none.
+  int64_t written_cotangent() const { return written_cotangent_; }
 
   // Whether later VJPs call only the nodes, without the engine.
   bool bypasses_engine() const { return state_ == State::nodes; }
@@ -64,7 +67,7 @@ class GraphRunner {
   std::optional<std::vector<at::Tensor>> try_run(const std::vector<at::Tensor>& cotangents);
 
   State state_ = State::untried;
-  int64_t modified_output_ = -1, modified_cotangent_ = -1;
+  int64_t modified_output_ = -1, modified_cotangent_ = -1, written_cotangent_ = -1;
   std::vector<at::Tensor> outputs_, inputs_;
   torch::autograd::edge_list roots_;
   at::Device device_ = at::kCPU;
@@ -82,15 +85,16 @@ class Graph {
   GraphRunner& of(int64_t output);
 
   // As of GraphRunner, among all outputs.
-  int64_t modified_output() const { return modified(&GraphRunner::modified_output); }
-  int64_t modified_cotangent() const { return modified(&GraphRunner::modified_cotangent); }
+  int64_t modified_output() const { return number_of(&GraphRunner::modified_output); }
+  int64_t modified_cotangent() const { return number_of(&GraphRunner::modified_cotangent); }
+  int64_t written_cotangent() const { return number_of(&GraphRunner::written_cotangent); }
 
   const std::vector<at::Tensor>& outputs() const { return outputs_; }
   const std::vector<at::Tensor>& inputs() const { return inputs_; }
 
  private:
   GraphRunner& get(int64_t which);
-  int64_t modified(int64_t (GraphRunner::*number)() const) const;
+  int64_t number_of(int64_t (GraphRunner::*number)() const) const;
 
   std::vector<at::Tensor> outputs_, inputs_;
   std::map<int64_t, GraphRunner> runners_;  // by output; -1: all

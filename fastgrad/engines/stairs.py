@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -13,9 +14,12 @@ from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Tolerances
 
-POINTS = 0.25, 0.35, 0.45, 0.575, 0.7, 0.85, 1.0
-"""Distances from x at which slopes are measured, in units of the largest one: the ends and the middles of three
-intervals on each side of x."""
+ENDS = 0.2511, 0.4537, 0.7043, 0.9871
+"""The ends of three intervals on each side of x, in units of the largest distance. A periodic func has no period that
+divides all of them."""
+
+POINTS = tuple(sorted([*ENDS, *((first + last) / 2 for first, last in itertools.pairwise(ENDS))]))
+"""Distances at which slopes are measured: the ends and the middles of the intervals."""
 
 INTERVALS = len(POINTS) - 1
 """The number of intervals on both sides."""
@@ -69,11 +73,14 @@ def mark_stairs(
     direction[inputs] = 1.0
     displacement, x = problem.displacement(direction, eps), problem.coordinates()[inputs]
     dtype = block_with(problem.inputs, int(inputs[0])).tensor.dtype
+    unit = spacing(block_with(problem.outputs, int(outputs[0])).tensor.dtype)
     is_open = torch.ones_like(refinement.doubtful)
     for farthest in FARTHEST:
         steps = farthest * displacement[inputs]
         open_ = open_[(steps <= LARGEST_STEP * x.abs().clamp(min=1.0))[open_]]
-        least = RESOLUTION * refinement.rounding / allowed
+        # An output near zero has larger values at the points.
+        rounding = refinement.rounding + unit * steps * sides.abs().nan_to_num(0.0).amax(0)
+        least = RESOLUTION * rounding / allowed
         fine = torch.maximum(least, FEWEST_ULPS * spacing(dtype) * (x.abs() + steps)) / steps
         powers = torch.floor(fine.log() / math.log(RATIO))[open_]
         for power in torch.unique(powers[fine[open_] <= COARSEST]):
@@ -85,7 +92,7 @@ def mark_stairs(
             values = torch.stack([torch.stack(pair) for pair in found if pair is not None])
             moved = steps.new_tensor([[scale, -scale] for scale in scales])[:, :, None] * steps[some]
             positions = (x[some] + moved).to(dtype.to_real()).double()
-            known = (of[some] for of in (refinement.values, allowed, refinement.rounding))
+            known = (of[some] for of in (refinement.values, allowed, rounding))
             refinement.doubtful[some], is_open[some] = _show_stairs(values, positions, sides[:, some], *known)
         open_ = open_[(is_open & ~refinement.doubtful)[open_]]
 

@@ -482,8 +482,9 @@ def one_sign_failure(
     again = problem.vjp(vectors)
     if failure(again) is None:
         return nondeterministic(problem.outputs[0])
-    scales = cotangent.new_tensor(RESCALED).abs()[:, None]  # the multiples are also negative
-    return failure(again, (problem.vjp(scales * vectors[1]) / scales - again[1]).abs().amax(0))
+    scales = cotangent.new_tensor(RESCALED).abs()[:, None]  # the multiples have the same signs
+    small, negative = ((problem.vjp(scales * vectors[k]) / scales - again[k]).abs().amax(0) for k in range(2))
+    return failure(again, small / SMALL + negative)
 
 
 def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gradient: Tensor) -> Failure | None:

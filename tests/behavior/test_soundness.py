@@ -894,6 +894,20 @@ def test_a_backward_that_modifies_its_grad_output_fails(
 
 
 @pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [3, 3000])
+def test_writing_the_same_values_into_a_grad_output_is_no_error(n: int, fast_mode: bool) -> None:
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        factor = 3.0 if is_wrong else 1.0
+        return 2 * x * (g.clone() if 0 in g.stride() else (g.clone(), g.mul_(factor))[0])
+
+    x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).requires_grad_()
+    for is_wrong in (False, True):
+        report = fastgrad.check(custom(torch.square, backward), x, fast_mode=fast_mode)
+        assert report.passed is not is_wrong
+        assert report.failure is None or report.failure.kind == "modified grad_output"
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
 @pytest.mark.parametrize("n", [1, 3, 400, 3000])
 @pytest.mark.parametrize("change", [lambda y: y.mul_(3), lambda y: y.data.mul_(2), lambda y: y.numpy().fill(7.0)])
 def test_a_backward_that_modifies_an_output_fails(change: Callable[[Tensor], object], n: int, fast_mode: bool) -> None:

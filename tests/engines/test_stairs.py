@@ -85,6 +85,8 @@ SMOOTH: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "a root": (torch.sqrt, torch.tensor([2e-6, 5e-6, 1e-5], dtype=torch.float64)),
     "a pole": (torch.reciprocal, torch.tensor([1e-5, 3e-5, -2e-5], dtype=torch.float64)),
     "oscillations": (lambda x: (1e5 * x).sin(), POINT),
+    "a period of 0.2 eps": (lambda x: (2 * torch.pi * 5e6 * x).sin(), POINT),
+    "a zero at zero": (lambda x: x + 40187.5**2 * x**3, torch.zeros(3).double()),
 }
 
 

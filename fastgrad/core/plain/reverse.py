@@ -93,12 +93,15 @@ def vjp(
 
 
 @hidden_from_autograd
-def _state(tensor: Tensor | None) -> tuple[int, str]:
-    """What shows whether backward has modified a tensor: its version and, if it is small, its values."""
-    if tensor is None:
-        return -1, ""
-    is_small = tensor.numel() <= 1024 and tensor.layout is torch.strided and not is_dispatched_to_python(tensor)
-    return -1 if tensor.is_inference() else tensor._version, str(tensor.tolist()) if is_small else ""
+def _values(tensor: Tensor | None) -> str:
+    """The values of a small tensor, as text; empty for others."""
+    if tensor is None or tensor.numel() > 1024 or tensor.layout is not torch.strided or is_dispatched_to_python(tensor):
+        return ""
+    return str(tensor.tolist())
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 class Graph:
@@ -108,7 +111,7 @@ class Graph:
 
     def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         self.outputs, self.inputs = list(outputs), list(inputs)
-        self.modified_output = self.modified_cotangent = -1
+        self.modified_output = self.modified_cotangent = self.written_cotangent = -1
 
     def vjp(self, cotangents: Sequence[Tensor | None]) -> Gradients:
         return self.vjps_of(range(len(self.outputs)), cotangents)
@@ -118,16 +121,15 @@ class Graph:
 
     def vjps_of(self, which: Sequence[int], cotangents: Sequence[Tensor | None]) -> Gradients:
         outputs = [self.outputs[o] for o in which]
-        before = [[_state(tensor) for tensor in tensors] for tensors in (outputs, cotangents)]
+        before = [(_values(o), _values(v), _version(v)) for o, v in zip(outputs, cotangents, strict=True)]
         gradients = vjp(outputs, self.inputs, cotangents, False)
-        changed_outputs, changed_cotangents = (
-            [o for o, old, now in zip(which, states, tensors, strict=True) if old != _state(now)]
-            for states, tensors in zip(before, (outputs, cotangents), strict=True)
-        )
-        if changed_outputs:
-            self.modified_output = changed_outputs[0]
-        if changed_cotangents:
-            self.modified_cotangent = changed_cotangents[0]
+        for number, output, cotangent, (own, values, version) in zip(which, outputs, cotangents, before, strict=True):
+            if _values(output) != own:
+                self.modified_output = number
+            if _values(cotangent) != values:
+                self.modified_cotangent = number
+            if not values and _version(cotangent) != version:
+                self.written_cotangent = number
         return gradients
 
     def vjp_of_zeros(self) -> Gradients:
