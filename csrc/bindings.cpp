@@ -106,7 +106,6 @@ PYBIND11_MODULE(_C, module) {
       .def("vjp", torch::wrap_pybind_function(&vjp_of_all))
       .def_property_readonly("modified_output", &Graph::modified_output)
       .def_property_readonly("modified_cotangent", &Graph::modified_cotangent)
-      .def_property_readonly("written_cotangent", &Graph::written_cotangent)
       .def_property_readonly("inputs", &Graph::inputs)
       .def_property_readonly("outputs", &Graph::outputs)
       .def("vjp_of_one", torch::wrap_pybind_function(&vjp_of_one))

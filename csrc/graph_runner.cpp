@@ -60,40 +60,36 @@ bool are_equal(const std::vector<at::Tensor>& left, const std::vector<at::Tensor
 // runs the VJP again and raises with its own message.
 std::string as_it_is(const std::string& message) { return message; }
 
-// Shows which tensors are modified: small ones on the CPU by their values, others by their versions.
-class TensorStates {
+// Shows which tensors are modified, by their values: those of small tensors on the CPU and, if asked for, those of
+// others.
+class TensorValues {
  public:
-  explicit TensorStates(const std::vector<at::Tensor>& tensors) : tensors_(tensors) {
-    std::transform(tensors.begin(), tensors.end(), std::back_inserter(values_), values_of);
-    std::transform(tensors.begin(), tensors.end(), std::back_inserter(versions_), version_of);
+  TensorValues(const std::vector<at::Tensor>& tensors, bool copies_large) : tensors_(tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      values_.push_back(small_values(tensor));
+      copies_.emplace_back();
+      if (copies_large && values_.back().empty() && is_dense_or_lazy(tensor)) {
+        const BelowAutograd guard;
+        copies_.back() = tensor.clone();
+      }
+    }
   }
 
-  // The number of the first small tensor whose values have changed since; -1: none.
+  // The number of the first tensor whose values have changed since; -1: none.
   int64_t first_modified() const {
     const auto is_same = [](double old, double now) { return old == now || (std::isnan(old) && std::isnan(now)); };
-    return first([&](size_t k) {
-      const std::vector<double> now = values_of(tensors_[k]);
-      return !std::equal(now.begin(), now.end(), values_[k].begin(), values_[k].end(), is_same);
-    });
-  }
-
-  // The number of the first other tensor that an operator has written to since; -1: none.
-  int64_t first_written() const {
-    return first([&](size_t k) { return values_[k].empty() && version_of(tensors_[k]) != versions_[k]; });
-  }
-
- private:
-  template <typename IsIt>
-  int64_t first(const IsIt& is_it) const {
     for (size_t k = 0; k < tensors_.size(); ++k) {
-      if (is_it(k)) {
+      const std::vector<double> now = small_values(tensors_[k]);
+      if (!std::equal(now.begin(), now.end(), values_[k].begin(), values_[k].end(), is_same) ||
+          (copies_[k].defined() && !have_equal_values(copies_[k], tensors_[k]))) {
         return static_cast<int64_t>(k);
       }
     }
     return -1;
   }
 
-  static std::vector<double> values_of(const at::Tensor& tensor) {
+ private:
+  static std::vector<double> small_values(const at::Tensor& tensor) {
     if (!tensor.defined() || !is_small_and_plain(tensor)) {
       return {};
     }
@@ -101,14 +97,13 @@ class TensorStates {
     return {values, values + tensor.numel()};
   }
 
-  static uint32_t version_of(const at::Tensor& tensor) {
-    return tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
-  }
-
   const std::vector<at::Tensor>& tensors_;
   std::vector<std::vector<double>> values_;
-  std::vector<uint32_t> versions_;
+  std::vector<at::Tensor> copies_;
 };
+
+// A backward usually modifies large cotangents in each call or never, and copies of them take time.
+constexpr int64_t most_copied = 3;
 
 bool is_accumulation(const Node& node) { return dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); }
 
@@ -286,11 +281,13 @@ std::optional<std::vector<at::Tensor>> GraphRunner::try_run(const std::vector<at
 }
 
 std::vector<at::Tensor> GraphRunner::run_engine(const std::vector<at::Tensor>& cotangents) {
-  const TensorStates outputs(outputs_), given(cotangents);
+  if (!is_custom_) {
+    is_custom_ = !runs_no_custom_code(outputs_, inputs_);
+  }
+  const TensorValues outputs(outputs_, false), given(cotangents, *is_custom_ && copied_++ < most_copied);
   std::vector<at::Tensor> gradients = fastgrad::vjp(outputs_, inputs_, cotangents, /*create_graph=*/false);
   modified_output_ = modified_output_ < 0 ? outputs.first_modified() : modified_output_;
   modified_cotangent_ = modified_cotangent_ < 0 ? given.first_modified() : modified_cotangent_;
-  written_cotangent_ = written_cotangent_ < 0 ? given.first_written() : written_cotangent_;
   return gradients;
 }
 

@@ -21,13 +21,10 @@ class GraphRunner {
  public:
   GraphRunner(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
 
-  // The number of the first small output on the CPU whose values, or the values of whose cotangent, backward has
-  // modified; -1: none.
+  // The number of the first output whose values, or the values of whose cotangent, backward has modified; -1: none. All
+  // VJPs show this for small tensors on the CPU. The first VJPs of custom code also show it for other cotangents.
   int64_t modified_output() const { return modified_output_; }
   int64_t modified_cotangent() const { return modified_cotangent_; }
-
-  // The number of the first other output whose cotangent an operator has written to, whatever the values; -1: none.
-  int64_t written_cotangent() const { return written_cotangent_; }
 
   // Whether later VJPs call only the nodes, without the engine.
   bool bypasses_engine() const { return state_ == State::nodes; }
@@ -67,7 +64,9 @@ class GraphRunner {
   std::optional<std::vector<at::Tensor>> try_run(const std::vector<at::Tensor>& cotangents);
 
   State state_ = State::untried;
-  int64_t modified_output_ = -1, modified_cotangent_ = -1, written_cotangent_ = -1;
+  int64_t modified_output_ = -1, modified_cotangent_ = -1;
+  int64_t copied_ = 0;  // VJPs whose large cotangents were copied
+  std::optional<bool> is_custom_;
   std::vector<at::Tensor> outputs_, inputs_;
   torch::autograd::edge_list roots_;
   at::Device device_ = at::kCPU;
@@ -87,7 +86,6 @@ class Graph {
   // As of GraphRunner, among all outputs.
   int64_t modified_output() const { return number_of(&GraphRunner::modified_output); }
   int64_t modified_cotangent() const { return number_of(&GraphRunner::modified_cotangent); }
-  int64_t written_cotangent() const { return number_of(&GraphRunner::written_cotangent); }
 
   const std::vector<at::Tensor>& outputs() const { return outputs_; }
   const std::vector<at::Tensor>& inputs() const { return inputs_; }

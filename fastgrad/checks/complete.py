@@ -18,10 +18,8 @@ from fastgrad.checks.one_block import is_small, runs_single_rows, take_calls
 from fastgrad.checks.small_result import UNDECIDED_SUMS, SmallCheck
 from fastgrad.core.errors import as_raised, raise_if_transient, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
-from fastgrad.core.native import Graph
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch
 from fastgrad.core.progress import Progress
-from fastgrad.core.random import NEW_GRAD_OUTPUT_STREAM, uniform_like
 from fastgrad.engines import cost_model
 from fastgrad.engines.plan import (
     compares_undecided_entries,
@@ -294,18 +292,7 @@ def _modified(problem: Problem, settings: Settings, findings: Findings) -> Failu
             return Failure.at("modified grad_output", problem.outputs[graph.modified_cotangent])
         if graph.modified_output >= 0:
             return Failure.at("modified output", problem.outputs[graph.modified_output])
-        number = graph.written_cotangent
-        if number >= 0 and _modifies_grad_output(graph, number, settings.seed):
-            return Failure.at("modified grad_output", problem.outputs[number])
     return _modified_large_output(problem, settings) if problem.is_custom and not problem.mutates_inputs else None
-
-
-def _modifies_grad_output(graph: Graph, number: int, seed: int) -> bool:
-    """Whether backward changes values of a large grad_output, to which it has written; number: that of the output."""
-    given = uniform_like(graph.outputs[number].detach(), seed, NEW_GRAD_OUTPUT_STREAM)
-    before = given.clone()
-    graph.vjp_of_one(number, given)
-    return not torch.equal(given, before)
 
 
 def _modified_large_output(problem: Problem, settings: Settings) -> Failure | None:

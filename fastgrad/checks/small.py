@@ -79,7 +79,7 @@ def _run(check: SmallCheck, backward: Backward | None) -> None:
     if not _values_pass(check):
         return
     graph = check.problem.graph
-    if max(graph.modified_cotangent, graph.modified_output, graph.written_cotangent) < 0:
+    if max(graph.modified_cotangent, graph.modified_output) < 0:
         check.passes = _other_checks_pass(check, backward)
 
 

@@ -898,7 +898,7 @@ def test_a_backward_that_modifies_its_grad_output_fails(
 def test_writing_the_same_values_into_a_grad_output_is_no_error(n: int, fast_mode: bool) -> None:
     def backward(g: Tensor, x: Tensor) -> Tensor:
         factor = 3.0 if is_wrong else 1.0
-        return 2 * x * (g.clone() if 0 in g.stride() else (g.clone(), g.mul_(factor))[0])
+        return 2 * x * (g.clone() if 0 in g.stride() else (g.clone(), g.data.mul_(factor))[0])
 
     x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).requires_grad_()
     for is_wrong in (False, True):

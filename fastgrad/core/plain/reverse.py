@@ -93,15 +93,17 @@ def vjp(
 
 
 @hidden_from_autograd
-def _values(tensor: Tensor | None) -> str:
-    """The values of a small tensor, as text; empty for others."""
-    if tensor is None or tensor.numel() > 1024 or tensor.layout is not torch.strided or is_dispatched_to_python(tensor):
-        return ""
-    return str(tensor.tolist())
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    """A copy of a tensor, for `_is_modified`; None if it is not plain and strided."""
+    is_plain = tensor is not None and tensor.layout is torch.strided and not is_dispatched_to_python(tensor)
+    return tensor.clone() if tensor is not None and is_plain else None
 
 
-def _version(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+@hidden_from_autograd
+def _is_modified(tensor: Tensor | None, copy: Tensor | None) -> bool:
+    if tensor is None or copy is None:
+        return False
+    return not bool(((tensor == copy) | (tensor.isnan() & copy.isnan())).all())
 
 
 class Graph:
@@ -111,7 +113,7 @@ class Graph:
 
     def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         self.outputs, self.inputs = list(outputs), list(inputs)
-        self.modified_output = self.modified_cotangent = self.written_cotangent = -1
+        self.modified_output = self.modified_cotangent = -1
 
     def vjp(self, cotangents: Sequence[Tensor | None]) -> Gradients:
         return self.vjps_of(range(len(self.outputs)), cotangents)
@@ -121,15 +123,13 @@ class Graph:
 
     def vjps_of(self, which: Sequence[int], cotangents: Sequence[Tensor | None]) -> Gradients:
         outputs = [self.outputs[o] for o in which]
-        before = [(_values(o), _values(v), _version(v)) for o, v in zip(outputs, cotangents, strict=True)]
+        before = [(_copy(output), _copy(cotangent)) for output, cotangent in zip(outputs, cotangents, strict=True)]
         gradients = vjp(outputs, self.inputs, cotangents, False)
-        for number, output, cotangent, (own, values, version) in zip(which, outputs, cotangents, before, strict=True):
-            if _values(output) != own:
+        for number, output, cotangent, (own, given) in zip(which, outputs, cotangents, before, strict=True):
+            if _is_modified(output, own):
                 self.modified_output = number
-            if _values(cotangent) != values:
+            if _is_modified(cotangent, given):
                 self.modified_cotangent = number
-            if not values and _version(cotangent) != version:
-                self.written_cotangent = number
         return gradients
 
     def vjp_of_zeros(self) -> Gradients:
