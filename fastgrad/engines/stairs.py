@@ -14,7 +14,7 @@ from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Tolerances
 
-ENDS = 0.2511, 0.4537, 0.7043, 0.9871
+ENDS = 0.25113707, 0.45369218, 0.70432651, 0.98713943
 """The ends of three intervals on each side of x, in units of the largest distance. A periodic func has no period that
 divides all of them."""
 
@@ -43,7 +43,7 @@ FEWEST_ULPS = 16.0
 CURVED = 1 / 64
 """The largest error of Simpson's rule, relative to the differences of the slopes, if func is smooth in an interval."""
 
-FEWEST = 4
+FEWEST = 5
 """The least number of intervals, of six, that must show stairs. A jump, or a few kinks side by side, affect one."""
 
 
