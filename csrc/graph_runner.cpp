@@ -19,7 +19,6 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <iterator>
 #include <set>
 #include <string>
 #include <typeinfo>

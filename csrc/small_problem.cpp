@@ -227,6 +227,9 @@ void SmallProblem::release() {
 }
 
 bool SmallProblem::record_again() {
+  if (graph().modified_output() >= 0 || graph().modified_cotangent() >= 0) {
+    return false;  // otherwise this would be forgotten with the graph
+  }
   graph_.reset();
   const py::object result = evaluator_->evaluate(/*record_graph=*/true);
   std::vector<at::Tensor> outputs;

@@ -57,7 +57,7 @@ class SmallProblem {
   void release();
 
   // Evaluates func once more, for VJPs on a new graph. If its outputs have other properties, returns false, and there
-  // is no graph afterwards.
+  // is no graph afterwards. Also returns false, and keeps the graph, if backward has modified a grad_output or output.
   bool record_again();
 
   // Whether a row of cotangents gives the same VJP as in `known`, bit for bit, on the current graph.

@@ -264,7 +264,7 @@ def _varying_tangents(problem: Problem, settings: Settings, findings: Findings) 
 def other_checks_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
     """The failure of the checks besides the Jacobians: modified vectors; undefined, zero and batched vectors."""
     backward, block = findings.backward, problem.modified_tangent
-    failure = _modified(problem, settings, findings) if block is None else modified_tangent(block)
+    failure = _modified(problem, settings) if block is None else modified_tangent(block)
     if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
@@ -282,12 +282,9 @@ def other_checks_failure(problem: Problem, settings: Settings, findings: Finding
     return failure
 
 
-def _modified(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
+def _modified(problem: Problem, settings: Settings) -> Failure | None:
     """The failure of a backward that has modified a grad_output or an output. Whatever uses it gets wrong values."""
-    graphs = problem.vjp_graphs()
-    if isinstance(findings, SmallCheck) and findings.problem.is_plain:
-        graphs.append(findings.problem.graph)
-    for graph in graphs:
+    for graph in problem.vjp_graphs():
         if graph.modified_cotangent >= 0:
             return Failure.at("modified grad_output", problem.outputs[graph.modified_cotangent])
         if graph.modified_output >= 0:

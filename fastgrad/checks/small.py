@@ -76,10 +76,11 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
 
 
 def _run(check: SmallCheck, backward: Backward | None) -> None:
-    if not _values_pass(check):
-        return
-    graph = check.problem.graph
-    if max(graph.modified_cotangent, graph.modified_output) < 0:
+    agree = _values_pass(check)
+    graph = check.problem.graph if check.problem.is_plain else None
+    if graph is not None and max(graph.modified_cotangent, graph.modified_output) >= 0:
+        check.vjp_varies = True  # if this does not recur in the complete check, it was the error of one call
+    elif agree:
         check.passes = _other_checks_pass(check, backward)
 
 

@@ -894,6 +894,27 @@ def test_a_backward_that_modifies_its_grad_output_fails(
 
 
 @pytest.mark.parametrize("fast_mode", [False, True])
+def test_each_call_that_modifies_a_grad_output_counts(fast_mode: bool) -> None:
+    """Calls with a grad_output of zeros are not compared."""
+    wrong = 0
+    is_zero: list[bool] = []
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        gradient = 2 * x * g
+        is_zero.append(not bool(g.any()))
+        if len(is_zero) == wrong:
+            g.data.mul_(3)
+        return gradient
+
+    x = torch.rand(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    func = custom(lambda x: x.square().sum(), backward)
+    assert fastgrad.check(func, x, fast_mode=fast_mode).passed
+    for wrong in [call for call, zero in enumerate(is_zero, 1) if not zero]:
+        is_zero.clear()
+        assert not fastgrad.check(func, x, fast_mode=fast_mode).passed, wrong
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
 @pytest.mark.parametrize("n", [3, 3000])
 def test_writing_the_same_values_into_a_grad_output_is_no_error(n: int, fast_mode: bool) -> None:
     def backward(g: Tensor, x: Tensor) -> Tensor:
