@@ -143,7 +143,7 @@ def test_the_largest_error_is_the_largest_finite_one() -> None:
 
 
 @pytest.mark.parametrize("keywords", [{"engine": "dense"}, {"engine": "compressed"}, {"fast_mode": True}])
-@pytest.mark.parametrize("size", [4, 40])
+@pytest.mark.parametrize("size", [4, 20])
 def test_rounding_hides_small_entries_but_not_a_large_wrong_one(size: int, keywords: dict[str, Any]) -> None:
     """A derivative of 1e15 is lost; the values are so large that rounding hides the other derivatives, which are 1."""
     x = torch.linspace(0.1, 0.9, size, dtype=torch.float64).requires_grad_()
