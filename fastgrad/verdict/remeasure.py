@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -132,8 +133,12 @@ def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> Reme
 
 def _number(coordinates: Tensor) -> str:
     """The text of a value of one or two coordinates."""
-    numbers = coordinates.tolist()
-    return f"{numbers[0] if len(numbers) == 1 else complex(*numbers):.6g}"
+    return f"{_value(coordinates.tolist()):.6g}"
+
+
+def _value(coordinates: Sequence[float]) -> complex:
+    """The real or complex number that one or two coordinates make."""
+    return coordinates[0] if len(coordinates) == 1 else complex(*coordinates)
 
 
 @phase("re-measuring")
@@ -156,183 +161,153 @@ def worst_remeasured(
         all groups; and the possible error of entries that agree within the errors of their derivatives, but not within
         the tolerance.
     """
-    suspects, own = Suspects.joined(groups), groups[0].tolerances
     # With a larger eps, all of a few steps may be larger than the scale on which func varies.
-    if quickly and eps * suspects.input.step <= LARGEST_STEP:
-        columns = _refined(problem, record_graph, eps, groups, quickly=True)
-        clear = _clearly_wrong(suspects, columns)
+    if quickly and eps * groups[0].input.step <= LARGEST_STEP:
+        found = _Remeasured(problem, record_graph, eps, groups, quickly=True)
+        clear = _clearly_wrong(found)
         if bool(clear.any()):
-            return _worst_of(suspects, columns, clear), clear, 0.0
-    columns = _refined(problem, record_graph, eps, groups, quickly=False)
-    values, errors, converged = _values_and_errors(suspects, columns)
-    allowed = own.allowed(values)
-    agrees = (suspects.analytical - values).abs() <= allowed
+            return _worst_of(found, clear), clear, 0.0
+    found = _Remeasured(problem, record_graph, eps, groups, quickly=False)
+    off = found.errors.abs()
+    agrees = found.differences <= found.allowed
     # A gradient is wrong if it agrees only with slopes that come from rounding inside func.
-    doubtful, jumps = (_any_part(suspects, [getattr(c, name) for c in columns]) for name in ("doubtful", "jumps"))
-    off = errors.abs()
-    is_undecided = agrees & ~converged & ~doubtful & ~jumps & (off <= MAX_UNDECIDED_ERROR * allowed)
+    is_rounding = found.any_part("doubtful") | found.any_part("jumps")
+    is_undecided = agrees & ~found.converged & ~is_rounding & (off <= MAX_UNDECIDED_ERROR * found.allowed)
     for which in map(int, is_undecided.nonzero().reshape(-1)):  # tensor subclasses have no tolist
-        rows = _rows_of(suspects, which)
-        is_undecided[which] = all(column.is_kink(row, own) for column in columns for row in rows)
+        is_undecided[which] = all(found.kinks(which))
     unresolved = float(off[is_undecided].amax()) if bool(is_undecided.any()) else 0.0
-    wrong = ~(agrees & (converged | is_undecided)) | _moved(suspects, columns)
-    return _worst_of(suspects, columns, wrong) if bool(wrong.any()) else None, wrong, unresolved
+    wrong = ~(agrees & (found.converged | is_undecided)) | found.moved
+    return _worst_of(found, wrong) if bool(wrong.any()) else None, wrong, unresolved
 
 
-def _moved(suspects: Suspects, columns: list[Refinement]) -> Tensor:
-    """A mask of the entries for which func gave different values when it was evaluated again at the same points."""
-    again, moves, drift = (
-        _entries([getattr(column, name).reshape(suspects.outputs.shape) for column in columns])
-        for name in ("at_eps", "moves", "drift")
-    )
-    finite = again.isfinite(), suspects.numerical.isfinite()
-    both = finite[0] & finite[1]
-    size = torch.where(both, torch.maximum(again.abs(), suspects.numerical.abs()), 0.0)
-    allowed = suspects.tolerances.allowed(size) + moves.abs()
-    differ = torch.where(both, (again - suspects.numerical).abs() > allowed, finite[0] != finite[1])
-    return (differ & ~again.isnan()) | ~(drift.abs() <= allowed)
+class _Remeasured:
+    """Suspects of several groups, and their refined derivatives.
+
+    Attributes
+    ----------
+    columns
+        One `Refinement` per part (real, imaginary) of the input.
+    values, errors
+        The entries and their errors: complex128, shape (entries,).
+    allowed, differences
+        The tolerances of the entries, and how far the analytical values are from them: float64, shape (entries,).
+    converged
+        Whether the error of an entry is within the tolerance, rounding inside func does not explain its value, and func
+        does not jump at x: bool, shape (entries,).
+    """
+
+    def __init__(
+        self, problem: Problem, record_graph: bool, eps: float, groups: Sequence[Suspects], quickly: bool
+    ) -> None:
+        """Re-measures the suspects; quickly: as in `measured`."""
+        self.suspects = Suspects.joined(groups)
+        self.columns = _refined(problem, record_graph, eps, groups, quickly)
+        self.values, self.errors = self.entries("values"), self.entries("errors")
+        self.allowed = self.suspects.tolerances.allowed(self.values)
+        self.differences = (self.suspects.analytical - self.values).abs()
+        explained = self.any_part("doubtful") | self.any_part("jumps")
+        self.converged = (self.errors.abs() <= self.allowed) & ~explained  # a NaN has not converged
+
+    def entries(self, name: str) -> Tensor:
+        """A field of the refinements, real or complex: complex128, shape (entries,)."""
+        # The two coordinates of a complex entry are in two refinements, or side by side in one.
+        parts = torch.cat([getattr(column, name).reshape(self.suspects.outputs.shape) for column in self.columns], 1)
+        return torch.complex(parts[:, 0], parts[:, 1] if parts.shape[1] == 2 else torch.zeros_like(parts[:, 0]))
+
+    def any_part(self, name: str) -> Tensor:
+        """Whether a field of the refinements is true or nonzero for any coordinate: bool, shape (entries,)."""
+        shape = self.suspects.outputs.shape
+        return torch.cat([getattr(column, name).reshape(shape) for column in self.columns], 1).any(1)
+
+    def parts(self, entry: int) -> list[tuple[Refinement, int]]:
+        """The refinements of an entry's coordinates, and the index of each coordinate there."""
+        width = self.suspects.outputs.shape[1]
+        rows = range(entry * width, (entry + 1) * width)
+        return [(column, row) for column in self.columns for row in rows]
+
+    def kinks(self, entry: int) -> Iterator[bool]:
+        """Whether func has a kink, for each coordinate of an entry."""
+        return (column.is_kink(row, self.suspects.tolerances) for column, row in self.parts(entry))
+
+    @cached_property
+    def moved(self) -> Tensor:
+        """Where func gave different values when it was evaluated again at the same points: bool, shape (entries,)."""
+        again, numerical = self.entries("at_eps"), self.suspects.numerical
+        finite = again.isfinite(), numerical.isfinite()
+        both = finite[0] & finite[1]
+        size = torch.where(both, torch.maximum(again.abs(), numerical.abs()), 0.0)
+        allowed = self.suspects.tolerances.allowed(size) + self.entries("moves").abs()
+        differ = torch.where(both, (again - numerical).abs() > allowed, finite[0] != finite[1])
+        return (differ & ~again.isnan()) | ~(self.entries("drift").abs() <= allowed)
 
 
 def _refined(
     problem: Problem, record_graph: bool, eps: float, groups: Sequence[Suspects], quickly: bool
 ) -> list[Refinement]:
-    """The refined derivatives of the suspects, one `Refinement` per part (real, imaginary) of the input.
-
-    quickly: as in `measured`.
-    """
-    width = groups[0].outputs.shape[1]
-    parts = [
-        [
-            measured(
-                problem,
-                group.inputs[:, part].repeat_interleave(width),
-                group.outputs.reshape(-1),
-                record_graph,
-                eps,
-                quickly,
-            )
-            for group in groups
-        ]
+    """The refined derivatives of the suspects, one `Refinement` per part (real, imaginary) of the input."""
+    width, own = groups[0].outputs.shape[1], groups[0].tolerances
+    places = [
+        [(group.inputs[:, part].repeat_interleave(width), group.outputs.reshape(-1)) for group in groups]
         for part in range(groups[0].inputs.shape[1])
     ]
-    columns = settled(parts, groups[0].tolerances, width)
-    for part, column in enumerate(columns):
+    parts = [[measured(problem, *place, record_graph, eps, quickly) for place in of_part] for of_part in places]
+    columns = settled(parts, own, width)
+    for column, of_part in zip(columns, places, strict=True):
         end = 0
-        for group in groups:
-            begin, end = end, end + group.outputs.numel()
-            inputs, outputs = group.inputs[:, part].repeat_interleave(width), group.outputs.reshape(-1)
-            own = column.of(slice(begin, end))
-            mark_stairs(problem, record_graph, eps, inputs, outputs, own, group.tolerances)
+        for inputs, outputs in of_part:
+            begin, end = end, end + outputs.numel()
+            mark_stairs(problem, record_graph, eps, inputs, outputs, column.of(slice(begin, end)), own)
     return columns
 
 
-def _values_and_errors(suspects: Suspects, columns: list[Refinement]) -> tuple[Tensor, Tensor, Tensor]:
-    """The entries and their errors, complex128, and whether they converged: shape (entries,).
-
-    An entry has converged if its error is within the tolerance, rounding inside func does not explain its value, and
-    func does not jump at x.
-    """
-    values, errors, jumps = (
-        _entries([getattr(column, name).reshape(suspects.outputs.shape) for column in columns])
-        for name in ("values", "errors", "jumps")
-    )
-    converged = (errors.abs() <= suspects.tolerances.allowed(values)) & (jumps == 0)  # a NaN has not converged
-    return values, errors, converged & ~_any_part(suspects, [column.doubtful for column in columns])
-
-
-def _any_part(suspects: Suspects, columns: list[Tensor]) -> Tensor:
-    """Whether a property holds for any coordinate of an entry: bool, shape (entries,)."""
-    return torch.stack([column.reshape(suspects.outputs.shape).any(1) for column in columns]).any(0)
-
-
-def _clearly_wrong(suspects: Suspects, columns: list[Refinement]) -> Tensor:
+def _clearly_wrong(found: _Remeasured) -> Tensor:
     """A mask of the entries that a few steps show to be wrong: func is smooth there, and the difference is large."""
-    own = suspects.tolerances
-    values, errors, clear = _values_and_errors(suspects, columns)
-    difference = (suspects.analytical - values).abs()
-    clear = clear & (difference > CLEAR_DIFFERENCE * (own.allowed(values) + errors.abs()))
+    clear = found.converged & (found.differences > CLEAR_DIFFERENCE * (found.allowed + found.errors.abs()))
     for which in map(int, clear.nonzero().reshape(-1)):
-        clear[which] = not any(
-            bool(column.doubtful[row]) or column.is_kink(row, own)
-            for column in columns
-            for row in _rows_of(suspects, which)
-        )
+        clear[which] = not any(found.kinks(which))
     return clear
 
 
-def _rows_of(suspects: Suspects, entry: int) -> range:
-    """The indices of an entry's output coordinates in the arrays of a `Refinement`."""
-    width = suspects.outputs.shape[1]
-    return range(entry * width, (entry + 1) * width)
-
-
-def _worst_of(suspects: Suspects, columns: list[Refinement], wrong: Tensor) -> RemeasuredEntry:
+def _worst_of(found: _Remeasured, wrong: Tensor) -> RemeasuredEntry:
     """The worst of the wrong entries, and further wrong entries, for the report."""
-    own = suspects.tolerances
-    values, errors, converged = _values_and_errors(suspects, columns)
-    excess = (suspects.analytical - values).abs() / own.allowed(values)
-    is_same = converged & ((values - suspects.numerical).abs() <= own.allowed(values))
-    eps_misleads = not bool((is_same | wrong).all())
-    at_eps = (suspects.analytical - suspects.numerical).abs() / own.allowed(suspects.numerical)
+    suspects, values, converged = found.suspects, found.values, found.converged
+    change = (values - suspects.numerical).abs()
+    eps_misleads = not bool(((converged & (change <= found.allowed)) | wrong).all())
+    at_eps = (suspects.analytical - suspects.numerical).abs() / suspects.tolerances.allowed(suspects.numerical)
     # Converged entries first, because they are certain. A NaN is never certain.
-    excess = torch.where(converged, 1 + excess, (at_eps / (1 + at_eps)).nan_to_num(1.0))
+    excess = torch.where(converged, 1 + found.differences / found.allowed, (at_eps / (1 + at_eps)).nan_to_num(1.0))
     excess = torch.where(wrong, excess, -1.0)
     worst_first = excess.argsort(descending=True, stable=True)
     # Tensor subclasses have no tolist.
     order = [int(which) for which in worst_first[: min(int(wrong.sum()), 1 + MAX_OTHER_ENTRIES)]]
-    entries, moved = [], _moved(suspects, columns)
-    worst = order[0]
-    detail, issue = _numerical_issue(columns, suspects, worst, bool(converged[worst]), bool(moved[worst]))
+    detail, issue = _numerical_issue(found, order[0])
+    entries = []
     for which in order:
-        sure = bool(converged[which]) and not bool(moved[which]) and issue != "not converged"
-        refined = (complex(values[which]), float(errors[which].abs())) if sure else ()
+        sure = bool(converged[which]) and not bool(found.moved[which]) and issue != "not converged"
+        refined = (complex(values[which]), float(found.errors[which].abs())) if sure else ()
         entries.append(suspects.entry(which, *refined))
-    convergence = _convergence(columns, suspects.outputs.shape, worst)
-    moves = _entries([column.moves.reshape(suspects.outputs.shape) for column in columns]).abs()
-    noise = torch.where(converged, (values - suspects.numerical).abs() + moves, 0.0).nan_to_num(0.0, 0.0)
-    others = tuple(entries[1:])
-    return RemeasuredEntry(entries[0], detail, issue, convergence, others, float(noise.amax()), eps_misleads)
-
-
-def _convergence(columns: list[Refinement], shape: torch.Size, entry: int) -> tuple[Difference, ...]:
-    """The measurements of an entry; the steps are those of its first coordinate."""
-    of_entry = slice(entry * shape[1], (entry + 1) * shape[1])
-    own = [column.of(of_entry) for column in columns]
-    is_real = len(own) == shape[1] == 1
-    # The two parts of a complex entry are in two refinements, or in two rows of one refinement.
-    changes = _parts([column.changes for column in own])
-    widths = [column.widths.tolist() for column in own]
-    estimates = _parts([column.changes / column.widths for column in own])
-    return tuple(
-        Difference(step, change.real if is_real else change, estimate.real if is_real else estimate)
-        for s, (step, change, estimate) in enumerate(zip(own[0].steps[0].tolist(), changes, estimates, strict=False))
-        if all(row[s] for rows in widths for row in rows)
+    noise = torch.where(converged, change + found.entries("moves").abs(), 0.0).nan_to_num(0.0, 0.0)
+    convergence = _convergence(found.parts(order[0]))
+    return RemeasuredEntry(
+        entries[0], detail, issue, convergence, tuple(entries[1:]), float(noise.amax()), eps_misleads
     )
 
 
-def _parts(columns: list[Tensor]) -> list[complex]:
-    """One complex number per step, for one entry, from one or two tensors of shape (1 or 2, steps)."""
-    steps = min(column.shape[1] for column in columns)
-    together: list[complex] = _entries([column[:, :steps].t() for column in columns]).tolist()
-    return together
+def _convergence(parts: list[tuple[Refinement, int]]) -> tuple[Difference, ...]:
+    """The measurements of the coordinates of an entry; the steps are those of its first coordinate."""
+    column, row = parts[0]
+    pairs = [zip(column.changes[row].tolist(), column.widths[row].tolist(), strict=True) for column, row in parts]
+    return tuple(
+        Difference(step, _value([change for change, _ in own]), _value([change / width for change, width in own]))
+        for step, *own in zip(column.steps[row].tolist(), *pairs, strict=False)
+        if all(width for _, width in own)
+    )
 
 
-def _entries(columns: list[Tensor]) -> Tensor:
-    """Complex entries, shape (entries,), from real tensors of shape (entries, 1 or 2).
-
-    The real and imaginary parts are in two tensors, or side by side in one.
-    """
-    if len(columns) == 2:
-        return torch.complex(columns[0][:, 0], columns[1][:, 0])
-    (column,) = columns
-    return torch.complex(column[:, 0], column[:, 1] if column.shape[1] == 2 else torch.zeros_like(column[:, 0]))
-
-
-def _numerical_issue(
-    columns: list[Refinement], suspects: Suspects, worst: int, sure: bool, moved: bool
-) -> tuple[str, NumericalIssue | None]:
+def _numerical_issue(found: _Remeasured, worst: int) -> tuple[str, NumericalIssue | None]:
     """Special properties of the worst entry's derivative: a clause, and the name of the property."""
-    own, parts = suspects.tolerances, [(column, row) for column in columns for row in _rows_of(suspects, worst)]
+    suspects, own, parts = found.suspects, found.suspects.tolerances, found.parts(worst)
+    moved = bool(found.moved[worst])
     jump = max((column.jumps[row].item() for column, row in parts), key=abs)
     if jump and not moved:
         return (
@@ -365,7 +340,7 @@ def _numerical_issue(
             "an intermediate result may have lower precision",
             "low precision",
         )
-    if not sure:
+    if not bool(found.converged[worst]):
         return (
             "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth "
             "there, varies within much less than eps, or has values that are too large for differences of small steps",
