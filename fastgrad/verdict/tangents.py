@@ -12,7 +12,7 @@ from fastgrad.core.native import ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import TANGENT_STREAM, direction
-from fastgrad.core.tensors import largest
+from fastgrad.core.tensors import largest, near
 from fastgrad.engines.blocks import REPEAT_SCALE, TangentBlock
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
@@ -144,7 +144,7 @@ def changed_sum(
     settings: Settings, first: Tensor, later: Tensor, allowed: Tensor, outputs: Sequence[Block]
 ) -> Failure | None:
     """The failure if a weighted sum of JVPs, shape (m,), changes by more than `allowed` when all of them run again."""
-    changed = ~_near(later, first, allowed + settings.nondet_tol)
+    changed = ~near(later, first, allowed + settings.nondet_tol)
     if not bool(changed.any()):
         return None
     row = int(changed.nonzero()[0])
@@ -157,12 +157,6 @@ def changed_sum(
 def _changed(output: Block, what: str, first: float, later: float) -> Failure:
     digits = digits_apart(first, later)
     return nondeterministic_jvp(output, f"{what} was first {first:.{digits}g} and later {later:.{digits}g}")
-
-
-def _near(again: Tensor, before: Tensor, allowed: Tensor) -> Tensor:
-    """Where repeated values are equal, or close, or both NaN: bool, of their shape."""
-    off = (again - before).abs()
-    return ((off <= allowed) & off.isfinite()) | (again == before) | (again.isnan() & before.isnan())
 
 
 _OF_PARTS = f"those of {REPEAT_SCALE:g} times its two parts, divided by {REPEAT_SCALE:g},"
@@ -200,7 +194,7 @@ def repeated_tangents_failure(
     same shape; None: the tolerances of entries.
     """
     again = problem.jvps_of(directions, undefined)
-    close = _near(again, products, settings.loosest().allowed(products.abs()) if allowed is None else allowed)
+    close = near(again, products, settings.loosest().allowed(products.abs()) if allowed is None else allowed)
     close |= (again - products).abs() <= settings.nondet_tol
     if bool(close.all()):
         return None
