@@ -127,9 +127,7 @@ def incomplete(
     learnt: list[tuple[Indices, Indices]], refuted: bool = False, unexplained: float | None = None
 ) -> Incomplete:
     """An `Incomplete` of all entries in `learnt`, which holds (rows, columns) of several groups of entries."""
-    if not learnt:
-        return Incomplete(NO_INDICES, NO_INDICES, refuted, unexplained)
-    rows, columns = (np.concatenate(numbers) for numbers in zip(*learnt, strict=True))
+    rows, columns = (np.concatenate(numbers) for numbers in zip((NO_INDICES, NO_INDICES), *learnt, strict=True))
     return Incomplete(rows, columns, refuted, unexplained)
 
 
