@@ -241,11 +241,9 @@ def _staircase_rows(problem: Problem, settings: Settings, smaller: Differences, 
     slopes, bends = [], []
     for wide in STRAIGHT_STEPS:
         slope, bend = torch.zeros_like(base), torch.zeros_like(base)
-        for part, step, weight in problem.parts_of(vector):
-            displacement = part * (wide * settings.eps * step / weight)
-            plus, minus = (problem.evaluate(True, displacement, sign) - base for sign in (1.0, -1.0))
-            slope += (plus - minus) * (weight / (2 * wide * settings.eps * step))
-            bend += (plus + minus).abs() * (weight / (wide * settings.eps * step))
+        for plus, minus, h in problem.both_sides(vector, wide * settings.eps):
+            slope += (plus - minus) / (2 * h)
+            bend += ((plus - base) + (minus - base)).abs() / h
         slopes.append(slope)
         bends.append(bend)
     distance = (slopes[0] - smaller.derivatives[0]).abs()
@@ -263,16 +261,11 @@ def _are_stairs(problem: Problem, settings: Settings, smaller: Differences, rows
     no such multiples.
     """
     base, jumps = problem.base()[rows], [torch.zeros_like(rows, dtype=torch.float64)]
-    for part, step, weight in problem.parts_of(smaller.directions[0]):
-
-        def changes(eps: float, part: Tensor = part, unit: float = step / weight) -> list[Tensor]:
-            return [problem.evaluate(True, part * (eps * unit), sign)[rows] - base for sign in (1.0, -1.0)]
-
-        plus, minus = changes(smaller.eps)
-        for factor in STAIR_STEPS:
-            explained = (plus - minus) / 2 * (factor * settings.eps / smaller.eps)
-            above, below = changes(factor * settings.eps)
-            jumps += [above - explained, below + explained]
+    vector = smaller.directions[0]
+    slopes = [(plus - minus)[rows] / (2 * smaller.eps) for plus, minus, _ in problem.both_sides(vector, smaller.eps)]
+    for eps in (factor * settings.eps for factor in STAIR_STEPS):
+        for slope, (above, below, _) in zip(slopes, problem.both_sides(vector, eps), strict=True):
+            jumps += [above[rows] - base - slope * eps, below[rows] - base + slope * eps]
     values = torch.stack(jumps).sort(0).values
     rounding = 4 * problem.unit_roundoff * base.abs() * (STAIR_STEPS[-1] * settings.eps / smaller.eps)
     gaps = values.diff(dim=0)
@@ -295,9 +288,7 @@ def _absorbed_rows(problem: Problem, first: Differences, smaller: Differences, p
         return []
     quantum, size = torch.full_like(rows, torch.inf, dtype=torch.float64), torch.zeros_like(rows, dtype=torch.float64)
     for vector in first.directions:
-        for part, step, weight in problem.parts_of(vector):
-            displacement = part * (first.eps * step / weight)
-            plus, minus = (problem.evaluate(True, displacement, sign)[rows] for sign in (1.0, -1.0))
+        for plus, minus in ((above[rows], below[rows]) for above, below, _ in problem.both_sides(vector, first.eps)):
             quantum = torch.where(plus != minus, torch.minimum(quantum, last_digit(plus - minus)), quantum)
             size = torch.stack([size, plus.abs(), minus.abs()]).amax(0)
     return [int(row) for row in rows[~(quantum <= 2 * ROUNDING * problem.unit_roundoff * size)]]

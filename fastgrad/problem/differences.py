@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -85,6 +87,13 @@ class Differences(Evaluation):
         for some in pieces(values.numel(), values.device):
             values[some].div_(widths[columns[some]])
         return values
+
+    def both_sides(self, vector: Tensor, eps: float) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yields the outputs at x + h u and at x - h u, and h, for each part u of a vector as from `parts_of`."""
+        for part, step, weight in self.parts_of(vector):
+            h = eps * step / weight
+            displacement = part * h
+            yield self.evaluate(True, displacement), self.evaluate(True, displacement, -1.0), h
 
     def coordinate_widths(self, eps: float) -> Tensor:
         """The divisor of each single coordinate's difference: float64, shape (n,)."""

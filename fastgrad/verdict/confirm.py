@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -19,7 +19,7 @@ from fastgrad.engines.compressed import Compression
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Pair, Plan
-from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, modulus
+from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, Span, modulus
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import MAX_WORST, Findings, PairComparison, groups_without_a_common_row, spans
 from fastgrad.verdict.locate import locate
@@ -83,8 +83,8 @@ def entry_in_row(
     def residual(vector: Tensor) -> float:
         analytical = 0.0
         for part, step, weight in problem.parts_of(vector):
-            width = problem.realized_width(part * (eps * step / weight), 1.0) / (2 * eps * step / weight)
-            analytical += (width @ gradient).item()
+            h = eps * step / weight
+            analytical += (problem.realized_width(part * h, 1.0) @ gradient).item() / (2 * h)
         explained = sum(entry.along(vector).item() for entry in known)
         return difference_along(problem, vector, eps, row) - analytical - explained
 
@@ -96,12 +96,8 @@ def difference_along(problem: Problem, vector: Tensor, eps: float, row: int) -> 
 
     If inputs have different steps or weights, this takes one difference for each of them.
     """
-    derivative = 0.0
-    for part, step, weight in problem.parts_of(vector):
-        h = eps * step / weight
-        plus, minus = (problem.evaluate(True, part * h, sign)[row].item() for sign in (1.0, -1.0))
-        derivative += (plus - minus) / (2 * h)
-    return derivative
+    sides = problem.both_sides(vector, eps)
+    return sum(((plus[row].item() - minus[row].item()) / (2 * h) for plus, minus, h in sides), 0.0)
 
 
 def entry_at(problem: Problem, settings: Settings, row: int, column: int, gradient: Tensor | None = None) -> Found:
@@ -171,12 +167,18 @@ def located_failure(found: list[Found]) -> Failure:
         worst_entries=tuple(wrong[:MAX_WORST]),
         extent=_extent(wrong, head.output, head.input),
     )
+    return _mismatch(head.output, head.input, head.part, head.mode, comparison, worst)
+
+
+def _mismatch(
+    output: Block, block: Block, part: Part, mode: Mode, comparison: Comparison, worst: RemeasuredEntry
+) -> Failure:
     return Failure.at(
         "mismatch",
-        head.output,
-        head.input,
-        part=head.part,
-        mode=head.mode,
+        output,
+        block,
+        part=part,
+        mode=mode,
         comparison=comparison,
         detail=worst.detail,
         numerical_issue=worst.numerical_issue,
@@ -197,14 +199,13 @@ def located_pair(failure: Failure, comparison: Comparison) -> Pair:
 
 def _extent(entries: list[Entry], output: Block, input_: Block) -> Extent:
     """The positions of entries."""
-    places = []
-    for block, indices in (
-        (output, [entry.output_index for entry in entries]),
-        (input_, [entry.input_index for entry in entries]),
-    ):
+
+    def along(block: Block, indices: Iterable[tuple[int, ...]]) -> tuple[Span, ...]:
         shape = block.tensor.shape
-        places.append(spans(torch.tensor([element_number(index, shape) for index in indices], device="cpu"), shape))
-    return Extent(*places)
+        return spans(torch.tensor([element_number(index, shape) for index in indices], device="cpu"), shape)
+
+    of_outputs, of_inputs = zip(*((entry.output_index, entry.input_index) for entry in entries), strict=True)
+    return Extent(along(output, of_outputs), along(input_, of_inputs))
 
 
 def _excess(entry: Entry) -> float:
@@ -421,19 +422,10 @@ def mismatch_failure(
             findings.add_pair(pair.pair(part, agrees=True))
             return None
     comparison = _with_worst(pair, remeasured, worst)
-    is_unspecified = comparison.worst in pair.unspecified
-    if is_unspecified:
-        remeasured = None  # what it shows is a property of another entry than the worst one
     findings.add_pair(pair.pair(part, agrees=False))
     findings.sample = pair.sample()
-    return Failure.at(
-        "mismatch",
-        pair.output,
-        pair.input,
-        part=part,
-        mode=pair.mode,
-        comparison=comparison,
-        detail=remeasured.detail if remeasured else UNSPECIFIED if is_unspecified else "",
-        numerical_issue=remeasured.numerical_issue if remeasured else None,
-        convergence=remeasured.convergence if remeasured else (),
-    )
+    first = comparison.worst
+    assert first is not None
+    if remeasured is None or first in pair.unspecified:  # a re-measured entry is then not the worst one
+        remeasured = RemeasuredEntry(first, UNSPECIFIED)
+    return _mismatch(pair.output, pair.input, part, pair.mode, comparison, remeasured)
