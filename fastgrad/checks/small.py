@@ -17,6 +17,7 @@ from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_sums import (
     changing_steps_repeat,
     earlier_vjps_repeat,
+    new_outputs_repeat,
     noise_repeats,
     numerical_columns,
     outputs_of,
@@ -166,7 +167,7 @@ def _rows_agree(check: SmallCheck) -> bool:
 
     Without custom code, the VJPs run on the first graph after the differences have called func, as in torch's checker.
     """
-    problem = check.problem
+    problem, outputs = check.problem, outputs_of(check)
     columns = None if problem.is_custom else numerical_columns(check)
     check.backward = check.noted(partial(whole_backward, problem, check.settings, problem.working_seconds))
     if check.backward is None:
@@ -176,7 +177,7 @@ def _rows_agree(check: SmallCheck) -> bool:
         columns = numerical_columns(check)
     if columns is not None:
         check.errors = _errors(problem, check.settings, check.backward, columns)
-    return check.errors is not None and _same_afterwards(check)
+    return check.errors is not None and _same_afterwards(check) and new_outputs_repeat(check, outputs)
 
 
 @phase("repeated calls")

@@ -97,8 +97,7 @@ class Evaluation:
         self.is_custom = self.vectorizes = False
         self.nodes, self.custom_nodes = _UNKNOWN_NODES, 0
         self.records_differences = records_differences
-        self.seconds = self.working_seconds = self.unit_roundoff = 0.0
-        self.unspecified = self.base_change = 0.0
+        self.seconds = self.working_seconds = self.unit_roundoff = self.unspecified = self.base_change = 0.0
         self.ranks = 1
         self.has_checkpoint = self.restores = self.freed_first_graph = False
         self.progress = progress or Progress(False)
@@ -233,16 +232,19 @@ class Evaluation:
                         f"Expected `func` to return the same differentiable outputs on every call, but result "
                         f"{block.position} no longer requires grad."
                     )
-            self._compare_with_base(self._recorded.outputs)
+            self._compare_with_first(self._recorded.outputs)
         return self._recorded
 
-    def _compare_with_base(self, outputs: tuple[Tensor, ...]) -> None:
-        """Measures the largest difference between the outputs of a new graph and `base`.
+    def _compare_with_first(self, outputs: tuple[Tensor, ...]) -> None:
+        """Measures the largest difference between the outputs of a new graph and `base`, or those of the first call.
 
-        Nothing is measured if func changes its inputs, of which outputs may be views, or gets stand-ins for them.
+        Nothing is measured if func changes its inputs, of which outputs may be views, or gets stand-ins for them, or if
+        the first outputs were large, so that only their shapes are known.
         """
-        if self._base is not None and not self.mutates_inputs and self.zero_displacement() is None:
-            change = largest_change(self._flat(output.detach() for output in outputs), self._base)
+        is_known = self._base is not None or self.m <= PIECE
+        if is_known and not self.mutates_inputs and self.zero_displacement() is None:
+            first = self._flat(block.tensor for block in self.outputs) if self._base is None else self._base
+            change = largest_change(self._flat(output.detach() for output in outputs), first)
             self.base_change = max(self.base_change, change)
 
     @repeats_if_memory_lacks

@@ -123,6 +123,24 @@ def test_one_call_of_a_rejected_pattern(func: Func, n: int, wrong: int, monkeypa
     assert calls >= wrong
 
 
+@pytest.mark.parametrize("keywords", [{}, {"engine": "dense"}, {"engine": "compressed"}, {"fast_mode": True}])
+@pytest.mark.parametrize("n", [3, 50])
+@pytest.mark.parametrize("func", [torch.sin, torch.sum, torch.square])
+def test_the_first_call_returns_other_values(func: Func, n: int, keywords: dict[str, Any]) -> None:
+    """No difference uses the values of this call."""
+    calls = 0
+
+    def once(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return func(x) + 0.1 * (calls == 1)
+
+    assert fastgrad.check(func, leaf(n), **keywords).passed
+    report = fastgrad.check(once, leaf(n), **keywords)
+    assert report.failure is not None
+    assert report.failure.kind == "nondeterministic func"
+
+
 def test_the_first_graph_has_other_gradients() -> None:
     """One entry is three times as large. The first graph gives the rows of a small check of a pattern."""
     calls = 0
