@@ -17,7 +17,7 @@ from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_sums import (
     changing_steps_repeat,
     earlier_vjps_repeat,
-    new_outputs_repeat,
+    first_outputs_repeat,
     noise_repeats,
     numerical_columns,
     outputs_of,
@@ -151,7 +151,7 @@ def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
         check.vjps += (BATCH + 1) * len(problem.outputs)
     if check.batched is not None or backward is None:
         return check.batched is None
-    if backward.movement or not outputs_repeat(check):
+    if backward.movement or not first_outputs_repeat(check):
         return False
     negates = partial(problem.negates_unrecorded, backward.count, ROUNDING * problem.unit_roundoff)
     if negates():
@@ -177,7 +177,7 @@ def _rows_agree(check: SmallCheck) -> bool:
         columns = numerical_columns(check)
     if columns is not None:
         check.errors = _errors(problem, check.settings, check.backward, columns)
-    return check.errors is not None and _same_afterwards(check) and new_outputs_repeat(check, outputs)
+    return check.errors is not None and _same_afterwards(check) and outputs_repeat(check, outputs)
 
 
 @phase("repeated calls")

@@ -148,26 +148,20 @@ def outputs_of(check: SmallCheck) -> Tensor:
     return flattened([output.detach() for output in check.problem.graph.outputs]).clone()
 
 
-def outputs_repeat(check: SmallCheck) -> bool:
+def first_outputs_repeat(check: SmallCheck) -> bool:
     """Whether the current graph has the outputs of the first one; only those of a backward are kept.
 
     The outputs of a graph are not used otherwise: differences are those of other evaluations.
     """
-    problem, settings = check.problem, check.settings
-    if problem.records_differences or settings.nondet_tol:
-        return True
-    outputs = outputs_of(check)
-    if not values_vary(problem, settings, outputs, problem.base().to(outputs.device)):
-        return True
-    check.irreproducible.append("at the inputs")
-    return False
+    excused = check.problem.records_differences or check.settings.nondet_tol
+    return bool(excused) or outputs_repeat(check, check.problem.base())
 
 
-def new_outputs_repeat(check: SmallCheck, before: Tensor) -> bool:
-    """Whether the current graph has the outputs of an older one, float64, shape (m,)."""
+def outputs_repeat(check: SmallCheck, before: Tensor) -> bool:
+    """Whether the current graph has the outputs of an older one: float64, shape (m,)."""
     outputs = outputs_of(check)
-    settings = check.settings
-    if torch.equal(outputs, before) or settings.nondet_tol or not values_vary(check.problem, settings, outputs, before):
+    before = before.to(outputs.device)
+    if torch.equal(outputs, before) or not values_vary(check.problem, check.settings, outputs, before):
         return True
     check.irreproducible.append("at the inputs")
     return False
@@ -181,7 +175,7 @@ def undecided_calls_repeat(check: SmallCheck, outputs: Tensor) -> bool:
     assert check.undecided_sums is not None
     if not steps_repeat(check, check.steps):
         return False
-    if not new_outputs_repeat(check, outputs):
+    if not outputs_repeat(check, outputs):
         return False
     plain = _plain(check)
     repeated = check.noted(partial(_early_vjps, check, plain))
@@ -544,7 +538,7 @@ def _same_on_third(check: SmallCheck, made: ScreeningGradOutputs, gradients: Ten
 
     Also None if zero grad_outputs do not give zeros.
     """
-    if not outputs_repeat(check):
+    if not first_outputs_repeat(check):
         return None
     if not check.problem.record_again():
         check.vjp_varies = True

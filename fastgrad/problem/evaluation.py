@@ -238,10 +238,10 @@ class Evaluation:
     def _compare_with_first(self, outputs: tuple[Tensor, ...]) -> None:
         """Measures the largest difference between the outputs of a new graph and `base`, or those of the first call.
 
-        Nothing is measured if func changes its inputs, of which outputs may be views, or gets stand-ins for them. The
-        first outputs are compared on the CPU only, where this needs no synchronization, and unless they are large.
+        Nothing is measured if func changes its inputs, of which outputs may be views, or gets stand-ins for them, or if
+        the first outputs were large, so that only their shapes are known. On a GPU, this waits for the device.
         """
-        is_known = self._base is not None or (self.m <= PIECE and self.device.type == "cpu")
+        is_known = self._base is not None or self.m <= PIECE
         if is_known and not self.mutates_inputs and self.zero_displacement() is None:
             first = self._flat(block.tensor for block in self.outputs) if self._base is None else self._base
             change = largest_change(self._flat(output.detach() for output in outputs), first)

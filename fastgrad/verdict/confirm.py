@@ -173,6 +173,7 @@ def located_failure(found: list[Found]) -> Failure:
 def _mismatch(
     output: Block, block: Block, part: Part, mode: Mode, comparison: Comparison, worst: RemeasuredEntry
 ) -> Failure:
+    """The failure of a comparison, with what re-measuring showed for its worst entry."""
     return Failure.at(
         "mismatch",
         output,

@@ -531,7 +531,9 @@ def largest_errors(
 
 @hidden_from_autograd
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([real_coordinates(tensor).to(tensors[0].device, torch.float64) for tensor in tensors])
+    pieces = [real_coordinates(tensor).to(tensors[0].device, torch.float64) for tensor in tensors]
+    # The copy makes a plain tensor of a subclass.
+    return torch.empty(sum(map(len, pieces)), dtype=torch.float64, device=tensors[0].device).copy_(torch.cat(pieces))
 
 
 def largest_residuals(cotangents: Tensor, derivatives: Tensor, gradients: Tensor, directions: Tensor) -> list[float]:
