@@ -59,6 +59,12 @@ class Outcome:
         """Sets some fields of `LowPrecision`."""
         self.precision = replace(self.precision, **numbers)  # type: ignore[arg-type]
 
+    def fail(self, kind: FailureKind, worst: RoundedEntry, detail: str = "", **numbers: object) -> None:
+        """Records a failure at the worst entry, and sets some other fields of `LowPrecision`."""
+        self.note(worst=worst, **numbers)
+        places = worst.output, worst.input, worst.output_position, worst.input_position
+        self.failure = Failure(kind, *places, detail=detail)
+
     @property
     def is_undecided(self) -> bool:
         """Whether the verdict is still open."""
@@ -113,8 +119,7 @@ def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
         located = differences.entry_of(problem, finding.row, seed) if finding.row >= 0 else None
         if located is not None:
             entry = _entry_by_differences(problem, finding.row, *located)
-            outcome.note(worst=entry, wrong=1)
-            outcome.failure = _failure("beyond rounding", entry)
+            outcome.fail("beyond rounding", entry, wrong=1)
             return
     relative = sorted((one.allowed + abs(one.error)) / one.size for one in found if one.size)
     if suspects:
@@ -139,8 +144,7 @@ def _judge_not_finite(problem: Problem, found: differences.NotFinite, products: 
     outcome.note(rows=f"{products} directions, by differences", products=products)
     if found.derivative is not None:
         entry = _entry_by_differences(problem, found.row, found.coordinate, found.derivative)
-        outcome.note(worst=entry, wrong=1)
-        outcome.failure = _failure("not finite", entry)
+        outcome.fail("not finite", entry, wrong=1)
         return
     block = block_with(problem.inputs, found.coordinate)
     outcome.note(
@@ -183,14 +187,11 @@ def _forwards_differ(comparison: Comparison, coordinate: int, ratio: float, outc
 def _overflows(comparison: Comparison, outcome: Outcome) -> bool:
     own, explained = comparison.overflows()
     if bool(own.any()):
-        entry = comparison.entry(*_first(own))
-        outcome.note(worst=entry, wrong=int(own.sum()))
-        outcome.failure = _failure("not finite", entry)
+        outcome.fail("not finite", comparison.entry(*_first(own)), wrong=int(own.sum()))
         return True
     if bool(explained.any()):
-        entry = comparison.entry(*_first(explained))
         outcome.note(
-            worst=entry,
+            worst=comparison.entry(*_first(explained)),
             undecided=f"{int(explained.sum())} entries of the gradients are not finite. They are also not finite in "
             "the reference if every result is rounded to the dtype: an intermediate result leaves the dtype's range",
             remedy="make the inputs smaller, or compute that result in a wider dtype",
@@ -204,11 +205,6 @@ def _first(mask: Tensor) -> tuple[int, int]:
     return probe, coordinate
 
 
-def _failure(kind: FailureKind, entry: RoundedEntry, detail: str = "") -> Failure:
-    places = entry.output, entry.input, entry.output_position, entry.input_position
-    return Failure(kind, *places, detail=detail)
-
-
 def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
     problem, products, probes = comparison.problem, comparison.products, comparison.probes
     ratio = comparison.ratio()
@@ -220,14 +216,13 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
     rows = wrong & single
     if bool(rows.any()):
         entry = comparison.entry(*_place(torch.where(rows, ratio, 0.0)))
-        outcome.note(worst=entry, wrong=int(rows.sum()))
-        outcome.failure = _failure("beyond rounding", entry)
+        outcome.fail("beyond rounding", entry, wrong=int(rows.sum()))
         outcome.causes = causes_of(comparison.low[rows], comparison.exact[rows])
         return
     worst = comparison.entry(*_place(ratio))
     outcome.note(worst=worst, wrong=int(wrong.sum()))
     outcome.causes = causes_of(comparison.low[wrong], comparison.exact[wrong])
-    if _special_grad_output(comparison, wrong, outcome):
+    if _special_grad_output(comparison, wrong, worst, outcome):
         return
     order = torch.where(wrong, ratio, 0.0).reshape(-1).topk(min(MAX_LOCATED, int(wrong.sum()))).indices.tolist()
     for number in order:
@@ -242,9 +237,7 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
             alone.look_again()
         found = alone.ratio()
         if bool((found > 1).any()):
-            entry = alone.entry(*_place(found))
-            outcome.note(worst=entry)
-            outcome.failure = _failure("beyond rounding", entry)
+            outcome.fail("beyond rounding", alone.entry(*_place(found)))
             return
     if float(ratio.max()) <= MAX_OF_SUMS:
         outcome.note(
@@ -253,14 +246,14 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
             remedy="check whether the kernel accumulates in the lower dtype; if so, pass a reference= that also does",
         )
         return
-    outcome.failure = _failure("beyond rounding", worst, "the error is only in the gradient of a sum over outputs")
+    outcome.fail("beyond rounding", worst, "the error is only in the gradient of a sum over outputs")
 
 
 def _place(ratio: Tensor) -> tuple[int, int]:
     return divmod(int(ratio.argmax()), ratio.shape[1])
 
 
-def _special_grad_output(comparison: Comparison, wrong: Tensor, outcome: Outcome) -> bool:
+def _special_grad_output(comparison: Comparison, wrong: Tensor, worst: RoundedEntry, outcome: Outcome) -> bool:
     """Whether gradients are wrong only for one kind of grad_output: non-contiguous, offset, expanded or scaled.
 
     If so, records the failure.
@@ -274,7 +267,7 @@ def _special_grad_output(comparison: Comparison, wrong: Tensor, outcome: Outcome
             detail = (
                 f"only where grad_output {_LAYOUT_NAMES[LAYOUTS[probe]]}: for a contiguous copy the gradient is right"
             )
-            outcome.failure = _failure("beyond rounding", comparison.entry(*_first(wrong)), detail)
+            outcome.fail("beyond rounding", worst, detail)
             outcome.causes = (Cause("layout of grad_output", detail, "two VJPs", 0.95),)
             return True
     if some == {SCALED}:

@@ -242,6 +242,28 @@ def test_layouts_of_grad_output(layout: str) -> None:
     assert any(cause.name == "layout of grad_output" for cause in report.causes), str(report)
 
 
+def test_a_failure_for_one_layout_names_the_input_of_the_worst_entry() -> None:
+    class Strided(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            ctx.save_for_backward(x, y)
+            return x.tanh() + y.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, y = ctx.saved_tensors
+            is_gapped = not (grad.stride(-1) == 0 or grad.is_contiguous())
+            return tanh_slope(grad * (1.1 if is_gapped else 1.0), x), grad * y.cos() * (3.0 if is_gapped else 1.0)
+
+    inputs = normal(4, 6, dtype=torch.float32), normal(4, 6, dtype=torch.float32, seed=1)
+    report = fastgrad.check(Strided.apply, inputs, reference=lambda x, y: x.tanh() + y.sin())
+    assert [cause.name for cause in report.causes] == ["layout of grad_output"]
+    assert report.failure is not None
+    assert report.precision is not None
+    assert report.precision.worst is not None
+    assert report.failure.input == report.precision.worst.input == 1
+
+
 def test_a_backward_that_clamps_or_ignores_grad_output() -> None:
     clamps = elementwise(torch.tanh, lambda g, x: tanh_slope(g.clamp(-2, 2), x))
     ignores = elementwise(torch.tanh, lambda g, x: 1 - x.tanh() ** 2 + 0 * g)
