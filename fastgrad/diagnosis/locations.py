@@ -80,8 +80,10 @@ class Rule:
 class _JudgedElements(Elements):
     """The elements of the output or the input that have nonzero entries, and which of them have wrong ones (`bad`).
 
+    If an element is wrong at which func has no nonzero entries, any element could be wrong, so all are included.
+
     excess: for each element, the largest ratio of an error to the allowed error. mixing: as from `_mixing`. share: the
-    share of wrong entries among the entries of bad elements. entries: number of wrong entries, and of all nonzero
+    share of wrong entries among the nonzero entries of bad elements. entries: number of wrong entries, and of all nonzero
     entries. is_complete: whether all entries were examined, not a sample.
     """
 
@@ -110,26 +112,28 @@ def _places(sample: Sample, side: Side, settings: Tolerances) -> _JudgedElements
         else (sample.outputs, sample.output_values, sample.output_shape)
     )
     nonzero = (sample.analytical != 0) | (sample.numerical != 0)
-    own = elements[nonzero]
-    unique, number = torch.unique(own, return_inverse=True)
+    unused = ~torch.isin(elements[sample.failing], elements[sample.numerical != 0])
+    counted = torch.ones_like(nonzero) if bool(unused.any()) else nonzero
+    unique, number = torch.unique(elements[counted], return_inverse=True)
     bad = torch.zeros(unique.numel(), dtype=torch.bool, device="cpu")
-    failing = sample.failing[nonzero]
+    failing = sample.failing[counted]
     bad[number[failing]] = True
+    entries = int(failing.sum()), int(nonzero.sum())
+    of_bad = int((bad[number] & nonzero[counted]).sum())
     if not shape or unique.numel() < 2 or not bool(bad.any()) or bool(bad.all()):
         return None
-    if int(failing.sum()) * 2 <= int(bad[number].sum()) and int(bad.sum()) < 3:
+    if entries[0] * 2 <= of_bad and int(bad.sum()) < 3:
         return None  # single entries are wrong, not the values at these places
     if values is not None:
         of_each = torch.empty(unique.numel(), dtype=values.dtype, device="cpu")
-        of_each[number] = values[nonzero]
+        of_each[number] = values[counted]
         values = of_each
     error = (sample.analytical - sample.numerical).abs() / settings.allowed(sample.numerical)
-    of_entries = error.nan_to_num(math.inf)[nonzero]
+    of_entries = error.nan_to_num(math.inf)[counted]
     excess = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").scatter_reduce(
         0, number, of_entries, "amax"
     )
-    entries, mixing = (int(failing.sum()), failing.numel()), _mixing(sample, nonzero)
-    share = entries[0] / int(bad[number].sum())
+    mixing, share = _mixing(sample, nonzero), entries[0] / of_bad
     return _JudgedElements(shape, unique, values, side, bad, excess, mixing, share, entries, sample.complete)
 
 

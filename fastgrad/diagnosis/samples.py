@@ -129,8 +129,8 @@ class Samples(Experiments):
     ) -> Sample:
         """A sample from two matrices, shape (output elements, input elements), of at most `MAX_ENTRIES` entries.
 
-        If whole matrices have more, entries that agree and are zero in both are left out first. rows, columns: the
-        elements of the matrices' rows and columns; None: all.
+        If whole matrices have more, entries that agree and are zero in both are left out first, but for one of each
+        row and column that has no others. rows, columns: the elements of the matrices' rows and columns; None: all.
         """
         analytical, numerical = analytical.cpu(), numerical.cpu()
         own = self._settings.of(block.index)
@@ -139,6 +139,9 @@ class Samples(Experiments):
         kept = failing | (analytical != 0) | (numerical != 0)
         if not whole or kept.numel() <= MAX_ENTRIES:
             kept = torch.ones_like(kept)
+        else:
+            kept[~kept.any(1), 0] = True
+            kept[0, ~kept.any(0)] = True
         i, j = kept.nonzero(as_tuple=True)
         chosen = _thinned(failing[kept], self._settings.seed)
         i, j = i[chosen], j[chosen]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -74,7 +75,9 @@ def of_sums(comparison: Comparison, words: Wording) -> Iterator[Cause]:
         yield _zero(words, comparison.mismatches, 0.6, 1)
     factor = constant_factor(comparison)
     if factor is not None:
-        yield _factor(*factor, {}, 0.6)
+        k, residual = factor
+        measure = f"{_fit_text(residual)}; large entries decide, and small ones were not compared"
+        yield replace(_factor(k, residual, {}, 0.6), measure=measure)
 
 
 def _zero(words: Wording, count: int, confidence: float, order: int, is_whole: bool = True) -> Cause:
@@ -131,7 +134,7 @@ def _fit_text(residual: float) -> str:
 def of_sample(sample: Sample, report: Report, failure: Failure, settings: Tolerances) -> list[Cause]:
     evidence = report.evidence or Evidence()
     words = wording(report, failure)
-    values = list(_of_values(sample, failure, evidence, report.settings.order, words))
+    values = list(_of_values(sample, failure, evidence, report.settings.order, settings, words))
     structure = list(structure_causes(sample, settings, words))
     found = [*structure, *values]
     # These causes also explain which entries are right, so that a cause from positions is not needed.
@@ -142,7 +145,9 @@ def of_sample(sample: Sample, report: Report, failure: Failure, settings: Tolera
     return found
 
 
-def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int, words: Wording) -> Iterator[Cause]:
+def _of_values(
+    sample: Sample, failure: Failure, evidence: Evidence, order: int, settings: Tolerances, words: Wording
+) -> Iterator[Cause]:
     """Causes from the relation of wrong analytical entries to numerical ones."""
     a, n = sample.analytical[sample.failing], sample.numerical[sample.failing]
     finite = a.isfinite() & n.isfinite()
@@ -161,9 +166,9 @@ def _of_values(sample: Sample, failure: Failure, evidence: Evidence, order: int,
         return
     sizes = _sizes(sample, words.names)
     if a.is_complex():
-        yield from _of_complex(a, n, failure, sizes, words)
+        yield from _of_complex(a, n, failure, sizes, settings, words)
         return
-    k, residual = fit(a, n)
+    k, residual = _fit(a, n, settings)
     # Equal wrong entries next to right ones are no better evidence of a factor than one entry: a mask may be wrong.
     right = ~sample.failing & ((sample.analytical != 0) | (sample.numerical != 0))
     is_alone = count == 1 or (bool(right.any()) and _variation(n) == math.inf)
@@ -217,11 +222,13 @@ def _constant_difference(a: Tensor, n: Tensor, words: Wording) -> Iterator[Cause
         )
 
 
-def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int], words: Wording) -> Iterator[Cause]:
+def _of_complex(
+    a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int], settings: Tolerances, words: Wording
+) -> Iterator[Cause]:
     if a.numel() == 1:
         return
-    k, residual = fit(a, n)
-    conjugate, conjugate_residual = fit(a, n.conj().resolve_conj())
+    k, residual = _fit(a, n, settings)
+    conjugate, conjugate_residual = _fit(a, n.conj().resolve_conj(), settings)
     if residual <= most_unexplained(k):
         if abs(k.imag) <= RESIDUAL * abs(k):
             yield _factor(k.real, residual, sizes, 0.86)
@@ -245,7 +252,7 @@ def _of_complex(a: Tensor, n: Tensor, failure: Failure, sizes: dict[str, int], w
         )
     else:
         for part, kept in (("real", n.real + 0j), ("imaginary", 1j * n.imag)):
-            scale, part_residual = fit(a, kept)
+            scale, part_residual = _fit(a, kept, settings)
             if part_residual <= RESIDUAL and bool((kept != 0).any()):
                 gradient = "derivative" if words.is_forward else "gradient"
                 yield Cause(
@@ -264,15 +271,22 @@ def _complex_text(k: complex) -> str:
     return f"{k.imag:.4g}j" if abs(k.real) <= EXACT * abs(k) else f"{k:.4g}"
 
 
-def fit(a: Tensor, n: Tensor) -> tuple[complex, float]:
-    """The k that minimizes |a - k n|, and the residual |a - k n| / |a|; (0, infinity) if a or n is zero."""
+def _fit(a: Tensor, n: Tensor, settings: Tolerances) -> tuple[complex, float]:
+    """The k that minimizes |a - k n|, and the residual |a - k n| / |a|; (0, infinity) if a or n is zero.
+
+    The residual is infinite, too, if an entry of k n differs from that of a by more than its tolerance: large entries
+    decide on k, and the factor is said to be that of every entry.
+    """
     total = float((n.abs() ** 2).sum())
     size = float(a.abs().square().sum().sqrt())
     if not total or not size:
         return 0j, math.inf
     k = complex((a * n.conj()).sum().item()) / total
-    difference = a - (k if a.is_complex() else k.real) * n
-    return k, float(difference.abs().square().sum().sqrt()) / size
+    fitted = (k if a.is_complex() else k.real) * n
+    difference = (a - fitted).abs()
+    if bool((difference > settings.allowed(fitted)).any()):
+        return k, math.inf
+    return k, float(difference.square().sum().sqrt()) / size
 
 
 def _sizes(sample: Sample, names: tuple[str, str]) -> dict[str, int]:

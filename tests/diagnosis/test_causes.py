@@ -779,3 +779,53 @@ def test_a_gradient_that_is_zero_for_one_sign_is_described_without_a_quotient() 
     measures = {cause.measure for seed in range(4) for cause in fastgrad.check(func, x, seed=seed).causes}
     assert "the gradient is zero for a grad_output, but not for -1 x this grad_output" in measures
     assert not any("nan" in measure for measure in measures)
+
+
+def linear(forward: Tensor, backward: Tensor) -> Callable[[Tensor], Tensor]:
+    """x -> forward @ x, whose gradient is that of backward @ x."""
+    return function(lambda x: forward @ x, lambda ctx, grad: backward.t() @ grad)
+
+
+def causes_of(forward: Tensor, backward: Tensor) -> list[str]:
+    x = torch.linspace(1, 2, forward.shape[1], dtype=torch.float64, requires_grad=True)
+    report = fastgrad.check(linear(forward, backward), x)
+    assert report.failure is not None
+    return [cause.text for cause in report.causes]
+
+
+@pytest.mark.parametrize("complex_factor", [False, True])
+def test_a_factor_is_that_of_every_wrong_entry(complex_factor: bool) -> None:
+    """Least squares find the factor of the large entry."""
+    unit = 1 + 0.5j if complex_factor else 1.0
+    right = torch.linspace(1, 2, 30, dtype=torch.float64) * unit
+    right[27] = 4e-4 * unit
+    for small, is_factor in ((1.13, True), (0.885, False)):
+        wrong = right.clone()
+        wrong[5] *= 1.13
+        wrong[27] *= small
+        n, a = right[[5, 27]], wrong[[5, 27]]
+        places = torch.tensor([5, 27])
+        sample = Sample((30,), (30,), places, places, a, n, torch.tensor([True, True]), complete=True)
+        failure = Failure("mismatch", 0, 0, 0, 0)
+        report = Report(failure, Settings(), None, 1, 1, 2, 0, 0.1, sample=sample)
+        assert any("1.13 x the numerical one" in cause.text for cause in diagnose(report)) is is_factor
+
+
+@pytest.mark.parametrize("output", [True, False])
+def test_a_spurious_entry_may_be_anywhere(output: bool) -> None:
+    """One spurious entry of 90,000; at 225 elements of one side, which are zero or in the last tile, func has none."""
+    generator = torch.Generator().manual_seed(1)
+    used, all_elements = torch.randint(75, (300,), generator=generator), torch.arange(300)
+    forward = torch.zeros(300, 300, dtype=torch.float64)
+    forward[(used, all_elements) if output else (all_elements, used)] = torch.linspace(1, 2, 300, dtype=torch.float64)
+    backward = forward.clone()
+    backward[(87, 298) if output else (1, 282)] = 0.0356
+    assert causes_of(forward, backward) == []
+
+
+def test_a_spurious_block_is_still_located() -> None:
+    forward = torch.zeros(300, 300, dtype=torch.float64)
+    forward[torch.arange(300), torch.arange(300) % 75] = 1.5
+    backward = forward.clone()
+    backward[torch.arange(44), torch.arange(256, 300)] = torch.linspace(1, 2, 44, dtype=torch.float64)
+    assert any("from index 256, a multiple of 256, to the end" in text for text in causes_of(forward, backward))
