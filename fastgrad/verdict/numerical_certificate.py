@@ -48,6 +48,10 @@ DIRECTIONS, DIRECTIONS_WATCHED = 3, 2
 """Number of directions of the numerical certificate. The second number applies if the pattern was found by comparing
 outputs bit by bit."""
 
+MAX_DIRECTIONS = 30
+"""Largest number of directions that are used if rounding of the numerical entries may hide entries that matter. With
+the default confidence, 30 directions find entries that are twice as large as this rounding."""
+
 ROUNDING = 8.0
 """Allowed error of a derivative along a direction, times its step, in units of rounding of the output."""
 
@@ -186,6 +190,7 @@ class NumericalCertificate:
         self._compression = compression
         self._base = look.base
         self.bound, self._margin, self._shares = 0.0, 1.0, (1.0, 1.0)
+        self._directions = DIRECTIONS_WATCHED if compression.pattern.is_numerical else DIRECTIONS
         self._explained, self._unresolved, self._jumps = 0.0, 0.0, False
 
     @property
@@ -196,7 +201,7 @@ class NumericalCertificate:
     def certificate(self) -> Certificate:
         """The certificate for the case that nothing is missing."""
         watched = self._compression.pattern.is_numerical
-        return numerical_certificate(DIRECTIONS_WATCHED if watched else DIRECTIONS, watched, self.bound)
+        return numerical_certificate(self._directions, watched, self.bound)
 
     def screen(self, values: Tensor) -> list[int]:
         """The numbers of outputs that do not change along one direction as the entries predict, worst first."""
@@ -234,14 +239,8 @@ class NumericalCertificate:
             A failure, or the numbers of the outputs that do not change as predicted. None if the dense engine costs
             less than further steps, or if too many outputs may hide entries, so that another pattern must be found.
         """
-        watched = self._compression.pattern.is_numerical
-        count = DIRECTIONS_WATCHED if watched else DIRECTIONS
-        # A missing entry is multiplied by a component of a direction or, if it was added to another entry, by the
-        # difference of two components. This difference is smaller than s with probability s, and in all directions with
-        # probability s^count.
-        together = (1 - self._settings.confidence) ** (1 / count)
-        self._margin = together if analytical is None else 0.5
-        self._shares = (self._margin / together, 1.0)
+        watched, count = self._compression.pattern.is_numerical, self._directions
+        self._use_directions(count, analytical)
         entries, rounding = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         noise, found = self._first.noise, self._compared(self._first, entries, rounding)
         taken = [(self._of_direction(0), checksum(self._first.derivatives))]
@@ -273,12 +272,39 @@ class NumericalCertificate:
                 failure, rows = self._separated(rows, count, analytical, row_of)
                 if failure is not None:
                     return failure
+            enough = self._enough_directions()
+            if not rows and enough:
+                self._use_directions(enough, analytical)
+                rows = self._unexplained_rows(enough, analytical)
         if watched and not self._jumps:
             # Outputs were compared bit by bit. Differences cannot show an entry that changes no bit of its output.
             self.bound = max(min(self.bound, self.asked), self._unresolved)
         elif self._hiding.numel() > FEW_HIDING * self._base.numel():
             return None
         return rows
+
+    def _use_directions(self, count: int, analytical: Tensor | None) -> None:
+        """Sets the shares of errors that are certain to be found with `count` directions."""
+        # A missing entry is multiplied by a component of a direction or, if it was added to another entry, by the
+        # difference of two components. This difference is smaller than s with probability s, and in all directions with
+        # probability s^count.
+        together = (1 - self._settings.confidence) ** (1 / count)
+        self._directions, self._margin = count, together if analytical is None else 0.5
+        self._shares = (self._margin / together, 1.0)
+
+    def _enough_directions(self) -> int:
+        """The number of directions with which no output hides entries that matter; 0 if more would not help or pay.
+
+        They do not help if outputs are compared bit by bit, or if outputs were examined separately because of kinks.
+        """
+        watched = self._compression.pattern.is_numerical
+        if watched or self._excluded is not None or not self.asked < self.bound < math.inf:
+            return 0
+        missed = math.log(1 - self._settings.confidence)
+        share = missed / self._directions + math.log(self.bound / self.asked)
+        count = math.ceil(missed / share) + 1 if share < 0 else 0
+        pays = count <= MAX_DIRECTIONS and not dense_is_small(self._problem, self._settings, 8 * count)
+        return count if pays else 0
 
     def follow(self, rows: list[int], row_of: Callable[[int], Tensor]) -> Failure | Incomplete:
         """The failure of a wrong entry in some rows or, if there is none, the missing entries of these rows."""

@@ -420,6 +420,27 @@ def test_what_no_step_resolves_to_the_tolerance_is_left_open() -> None:
     assert report.evaluations <= 880
 
 
+@pytest.mark.parametrize("missing", [0.0, 1.2e-5])
+def test_many_directions_make_up_for_rounding_of_entries_in_large_outputs(missing: float) -> None:
+    """Each analytical entry is wrong by 70 % of its tolerance, so numerical entries must explain the outputs."""
+    scales = torch.linspace(1, 30, 2000, dtype=torch.float64)
+    wrong = scales + 0.7 * (1e-5 + 1e-3 * scales)
+
+    def forward(x: Tensor) -> Tensor:
+        result = scales * x
+        result[5] += missing * x[900]
+        return result
+
+    report = fastgrad.check(function(forward, lambda x, grad: wrong * grad), uniform(2000, seed=0))
+    if missing:
+        assert worst_entry(report) == (5, 900)
+    else:
+        assert report.passed
+        assert "sums of entries" in report.certificates[0].method
+        assert report.certificates[0].bound <= 1e-5
+        assert report.evaluations <= 210
+
+
 @pytest.mark.parametrize("n", [300, 1000])
 def test_a_kink_at_negative_zero_is_no_undecided_error(n: int) -> None:
     x = normal(n).detach()
