@@ -284,11 +284,10 @@ def other_checks_failure(problem: Problem, settings: Settings, findings: Finding
 
 def _modified(problem: Problem, settings: Settings) -> Failure | None:
     """The failure of a backward that has modified a grad_output or an output. Whatever uses it gets wrong values."""
-    for graph in problem.vjp_graphs():
-        if graph.modified_cotangent >= 0:
-            return Failure.at("modified grad_output", problem.outputs[graph.modified_cotangent])
-        if graph.modified_output >= 0:
-            return Failure.at("modified output", problem.outputs[graph.modified_output])
+    if problem.modified_cotangent >= 0:
+        return Failure.at("modified grad_output", problem.outputs[problem.modified_cotangent])
+    if problem.modified_output >= 0:
+        return Failure.at("modified output", problem.outputs[problem.modified_output])
     return _modified_large_output(problem, settings) if problem.is_custom and not problem.mutates_inputs else None
 
 

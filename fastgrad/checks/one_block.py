@@ -11,7 +11,6 @@ from torch import Tensor
 from fastgrad.core.native import Rows, SmallProblem, WholeBackward, largest_errors
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, row_parts
 from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, HALVED
 from fastgrad.engines.plan import is_one_block, most_vectorized_rows
@@ -22,6 +21,7 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.linearity import linear_backward, linearity_cotangents
 from fastgrad.verdict.repeated_calls import RepeatedCalls
+from fastgrad.verdict.repeated_rows import agrees_between_graphs
 
 MIN_VECTORIZED, MIN_VECTORIZED_ON_DEVICES = 12, 6
 """Least number of rows for which one vectorized VJP takes less time than single VJPs: on the CPU, and on other devices.
@@ -110,7 +110,7 @@ def same_afterwards(
     cotangents, gradients, row: a VJP among others, as from `product_at_hand`.
     """
     _, other = problem.first_other_vjp(cotangents[row][None], [-1], [0], gradients[row][None])
-    return other is None or _are_near(settings, cotangents[row], other[0], gradients[row])
+    return other is None or _graphs_agree(problem, settings, cotangents[row], other[0], gradients[row])
 
 
 def same_on_first_graph(problem: Problem, settings: Settings, cotangents: Tensor, gradients: Tensor, row: int) -> bool:
@@ -120,13 +120,13 @@ def same_on_first_graph(problem: Problem, settings: Settings, cotangents: Tensor
     saved.
     """
     again = problem.vjp_of_first_graph(cotangents[row][None])[0]
-    return _are_near(settings, cotangents[row], again, gradients[row])
+    return _graphs_agree(problem, settings, cotangents[row], again, gradients[row])
 
 
-def _are_near(settings: Settings, cotangent: Tensor, again: Tensor, known: Tensor) -> bool:
-    size = largest(known.nan_to_num(0.0, 0.0, 0.0))
-    allowed = settings.atol + settings.rtol * size + settings.nondet_tol * float(cotangent.abs().sum())
-    return not differ(again[None], known[None], allowed, False)
+def _graphs_agree(
+    problem: Problem | SmallBackward, settings: Settings, cotangent: Tensor, again: Tensor, known: Tensor
+) -> bool:
+    return agrees_between_graphs(problem, settings, again, known, settings.nondet_tol * float(cotangent.abs().sum()))
 
 
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:

@@ -83,8 +83,8 @@ class _JudgedElements(Elements):
     If an element is wrong at which func has no nonzero entries, any element could be wrong, so all are included.
 
     excess: for each element, the largest ratio of an error to the allowed error. mixing: as from `_mixing`. share: the
-    share of wrong entries among the nonzero entries of bad elements. entries: number of wrong entries, and of all nonzero
-    entries. is_complete: whether all entries were examined, not a sample.
+    share of wrong entries among the nonzero entries of bad elements. entries: number of wrong entries, and of all
+    nonzero entries. is_complete: whether all entries were examined, not a sample.
     """
 
     side: Side

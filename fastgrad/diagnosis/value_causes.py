@@ -168,7 +168,7 @@ def _of_values(
     if a.is_complex():
         yield from _of_complex(a, n, failure, sizes, settings, words)
         return
-    k, residual = _fit(a, n, settings)
+    k, residual = fit(a, n, settings)
     # Equal wrong entries next to right ones are no better evidence of a factor than one entry: a mask may be wrong.
     right = ~sample.failing & ((sample.analytical != 0) | (sample.numerical != 0))
     is_alone = count == 1 or (bool(right.any()) and _variation(n) == math.inf)
@@ -227,8 +227,8 @@ def _of_complex(
 ) -> Iterator[Cause]:
     if a.numel() == 1:
         return
-    k, residual = _fit(a, n, settings)
-    conjugate, conjugate_residual = _fit(a, n.conj().resolve_conj(), settings)
+    k, residual = fit(a, n, settings)
+    conjugate, conjugate_residual = fit(a, n.conj().resolve_conj(), settings)
     if residual <= most_unexplained(k):
         if abs(k.imag) <= RESIDUAL * abs(k):
             yield _factor(k.real, residual, sizes, 0.86)
@@ -252,7 +252,7 @@ def _of_complex(
         )
     else:
         for part, kept in (("real", n.real + 0j), ("imaginary", 1j * n.imag)):
-            scale, part_residual = _fit(a, kept, settings)
+            scale, part_residual = fit(a, kept, settings)
             if part_residual <= RESIDUAL and bool((kept != 0).any()):
                 gradient = "derivative" if words.is_forward else "gradient"
                 yield Cause(
@@ -271,11 +271,11 @@ def _complex_text(k: complex) -> str:
     return f"{k.imag:.4g}j" if abs(k.real) <= EXACT * abs(k) else f"{k:.4g}"
 
 
-def _fit(a: Tensor, n: Tensor, settings: Tolerances) -> tuple[complex, float]:
+def fit(a: Tensor, n: Tensor, settings: Tolerances | None = None) -> tuple[complex, float]:
     """The k that minimizes |a - k n|, and the residual |a - k n| / |a|; (0, infinity) if a or n is zero.
 
-    The residual is infinite, too, if an entry of k n differs from that of a by more than its tolerance: large entries
-    decide on k, and the factor is said to be that of every entry.
+    With settings, the residual is also infinite if an entry of k n differs from that of a by more than its tolerance:
+    large entries decide on k, and the factor is said to be that of every entry.
     """
     total = float((n.abs() ** 2).sum())
     size = float(a.abs().square().sum().sqrt())
@@ -284,7 +284,7 @@ def _fit(a: Tensor, n: Tensor, settings: Tolerances) -> tuple[complex, float]:
     k = complex((a * n.conj()).sum().item()) / total
     fitted = (k if a.is_complex() else k.real) * n
     difference = (a - fitted).abs()
-    if bool((difference > settings.allowed(fitted)).any()):
+    if settings is not None and bool((difference > settings.allowed(fitted)).any()):
         return k, math.inf
     return k, float(difference.square().sum().sqrt()) / size
 

@@ -17,7 +17,15 @@ from fastgrad.report.failure import modulus
 
 
 class ReverseMode(Evaluation):
-    """Vector-Jacobian products."""
+    """Vector-Jacobian products.
+
+    Attributes
+    ----------
+    modified_cotangent, modified_output
+        The index of an output whose grad_output, or whose value, backward has modified; -1: none.
+    """
+
+    modified_cotangent = modified_output = -1
 
     @phase("analytical rows")
     @repeats_if_memory_lacks
@@ -39,10 +47,9 @@ class ReverseMode(Evaluation):
         """
         # With several outputs, backward may get a sum of grad_outputs, which is not expanded.
         expand = len(self.outputs) == 1
-        match = native.vjp_groups(
-            self.vjp_graph(), output.index, self._natives, groups, values, self.n, repeated, scale, expand
-        )
-        self.vjps += count + repeated
+        graph = self.vjp_graph()
+        match = native.vjp_groups(graph, output.index, self._natives, groups, values, self.n, repeated, scale, expand)
+        self._count(graph, count + repeated)
         self.progress.step(count + repeated)
         return match
 
@@ -77,7 +84,7 @@ class ReverseMode(Evaluation):
         rows = torch.empty(count, size, dtype=torch.float64, device=self.device)
         again = torch.empty(repeated, size, dtype=torch.float64, device=self.device)
         match = native.vjp_rows(graph, output.index, natives, first, imaginary, rows, again, scale)
-        self.vjps += count + repeated
+        self._count(graph, count + repeated)
         self.progress.step(count + repeated)
         return rows, again, match
 
@@ -111,8 +118,9 @@ class ReverseMode(Evaluation):
             The products of the cotangents may differ from the sums of the rows by atol or, if smaller, by rtol times
             the largest sum.
         """
+        graph = self.vjp_graph()
         whole = native.whole_backward(
-            self.vjp_graph(),
+            graph,
             self._natives,
             cotangents,
             layouts,
@@ -123,7 +131,7 @@ class ReverseMode(Evaluation):
             atol,
             rtol,
         )
-        self.vjps += whole.vjps
+        self._count(graph, whole.vjps)
         self.progress.step(whole.vjps)
         return whole
 
@@ -163,8 +171,9 @@ class ReverseMode(Evaluation):
 
         only: per row, the index of the only output that gets a grad_output; -1: all outputs get one.
         """
-        products, match = native.vjp_coordinates(self.vjp_graph(), self._natives, cotangents, layouts, only)
-        self._count(len(only), match)
+        graph = self.vjp_graph()
+        products, match = native.vjp_coordinates(graph, self._natives, cotangents, layouts, only)
+        self._count(graph, len(only), match)
         return products, match
 
     @repeats_if_memory_lacks
@@ -180,19 +189,18 @@ class ReverseMode(Evaluation):
         tuple
             The number of VJPs that were run; and the VJP that differs, shape (1, n), or None if none differs.
         """
-        run, other, match = native.first_other_vjp(self.vjp_graph(), self._natives, cotangents, only, order, known)
-        self._count(run, match)
+        graph = self.vjp_graph()
+        run, other, match = native.first_other_vjp(graph, self._natives, cotangents, only, order, known)
+        self._count(graph, run, match)
         return run, other
 
-    def _count(self, vjps: int, match: native.GradientsMatch) -> None:
-        for entry in match.unspecified.values():
+    def _count(self, graph: native.Graph, vjps: int, match: native.GradientsMatch | None = None) -> None:
+        self.modified_cotangent = max(self.modified_cotangent, graph.modified_cotangent)
+        self.modified_output = max(self.modified_output, graph.modified_output)
+        for entry in match.unspecified.values() if match is not None else ():
             if not modulus(entry.value) <= self.unspecified:  # a NaN counts as the largest
                 self.unspecified = modulus(entry.value)
         self.vjps += vjps
-
-    def vjp_graphs(self) -> list[native.Graph]:
-        """The first and the last graph, if they are kept and have run VJPs."""
-        return [recorded.graph for recorded in (self._first, self._recorded) if recorded and recorded.graph]
 
     def graph_values(self) -> list[Tensor]:
         """The present values of the outputs of the first and of the last graph, if they are kept: each of shape (m,).
@@ -202,10 +210,10 @@ class ReverseMode(Evaluation):
         graphs = [recorded.outputs for recorded in (self._first, self._recorded) if recorded and self._base is not None]
         return [self._flat(output.detach() for output in outputs) for outputs in graphs]
 
-    def vjp_of_older_graph(self, cotangents: Tensor, only: Block | None) -> Tensor:
+    def vjp_of_older_graph(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
         """V J as in `vjp`, from the first graph if func was called since; otherwise as in `vjp_before`."""
         if self.evaluations_since_first_graph():
-            return self.vjp_of_first_graph(cotangents, only=only)
+            return self.vjp_of_first_graph(cotangents, layouts, only)
         return self.vjp_before(cotangents, only)
 
     def evaluations_since_first_graph(self) -> int:

@@ -39,8 +39,9 @@ class SmallBackward:
         """As in `Problem`, for contiguous grad_outputs."""
         return self.vjps_of(cotangents, [-1 if only is None else only.index] * cotangents.shape[0])[0]
 
-    vjp_of_older_graph = vjp
-    """As in `Problem`. It uses the first graph if the differences have called func after it was recorded."""
+    def vjp_of_older_graph(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
+        """As in `Problem`. It uses the first graph if the differences have called func after it was recorded."""
+        return self.vjps_of(cotangents, [-1 if only is None else only.index] * cotangents.shape[0], layouts)[0]
 
     def first_other_vjp(
         self, cotangents: Tensor, only: Sequence[int], order: Sequence[int], known: Tensor

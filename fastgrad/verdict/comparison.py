@@ -250,10 +250,15 @@ class PairComparison:
         outputs, inputs = (columns, rows) if self.mode == "forward" else (rows, columns)
         return outputs, inputs, analytical, numerical
 
-    def within(self, noise: float) -> int:
-        """The number of entries that differ, but by no more than their tolerance plus this noise."""
-        _, _, analytical, numerical = self._failing()
-        return int(((analytical - numerical).abs() <= self.tolerances.allowed(numerical) + noise).sum())
+    def within(self, noise: float, rounding: float) -> int:
+        """The number of entries that differ, but by no more than their tolerance plus noise.
+
+        rounding: the rounding error of a difference, relative to the output element. It counts where it exceeds noise.
+        """
+        outputs, _, analytical, numerical = self._failing()
+        values = self.output.tensor.detach().to_dense().reshape(-1)[outputs].abs()
+        allowed = self.tolerances.allowed(numerical) + (rounding * values).to(torch.float64).clamp(min=noise)
+        return int(((analytical - numerical).abs() <= allowed).sum())
 
     def _extent(self) -> Extent:
         """The positions of the entries that differ."""
@@ -339,7 +344,7 @@ class PairComparison:
         sum_analytical, sum_numerical, re, im = self.sums
         analytical, numerical = self.matrices or (None, None)
         return Comparison(
-            entries=self.entries,
+            entries=self._every_entry if self._is_partial else self.entries,
             mismatches=self.mismatches,
             worst=self.worst,
             largest_absolute=self.largest_absolute,
@@ -352,14 +357,25 @@ class PairComparison:
             worst_entries=worst,
             extent=self._extent() if self.mismatches else None,
             on_pattern=self.on_pattern,
-            exhaustive=not self.unspecified,  # only one entry of each block is kept
+            exhaustive=not self.unspecified and not self._is_partial,  # only one unspecified entry per block is kept
         )
+
+    @property
+    def _every_entry(self) -> int:
+        return self.output.tensor.numel() * (self.input.size // self.input.width)
+
+    @property
+    def _is_partial(self) -> bool:
+        """Whether some columns were not compared: those after the first block of columns with a wrong entry."""
+        return not self.on_pattern and self.entries < self._every_entry
 
     def pair(self, part: Part, agrees: bool) -> Pair:
         """The `Pair` of this comparison; agrees: its outcome."""
         places = self.output.index, self.input.index, self.output.position, self.input.position
         largest = self.largest_absolute, self.largest_relative
-        return Pair(*places, part, self.mode, self.entries, self.mismatches, agrees, *largest, self.on_pattern)
+        counts = self.entries, self.mismatches
+        exhaustive = agrees or not self._is_partial
+        return Pair(*places, part, self.mode, *counts, agrees, *largest, self.on_pattern, exhaustive)
 
 
 def groups_without_a_common_row(moved: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -374,7 +374,9 @@ def pattern_mismatch(
     return None
 
 
-def _with_worst(pair: PairComparison, remeasured: RemeasuredEntry | None, worst: tuple[Entry, ...]) -> Comparison:
+def _with_worst(
+    problem: Problem, eps: float, pair: PairComparison, remeasured: RemeasuredEntry | None, worst: tuple[Entry, ...]
+) -> Comparison:
     """The comparison of a pair, with its worst entry: a re-measured one, or one that a sparse input does not specify.
 
     remeasured, worst: the results of `_worst_remeasured`, if any.
@@ -387,8 +389,8 @@ def _with_worst(pair: PairComparison, remeasured: RemeasuredEntry | None, worst:
     if remeasured is not None:
         unclear -= 1 + len(remeasured.others)
         if not remeasured.eps_misleads:
-            within = 0 if remeasured.numerical_issue else pair.within(CLEAR_DIFFERENCE * remeasured.noise)
-            unclear = min(within, unclear)
+            noise, rounding = CLEAR_DIFFERENCE * remeasured.noise, problem.unit_roundoff / eps
+            unclear = min(0 if remeasured.numerical_issue else pair.within(noise, rounding), unclear)
     if unspecified:
         worst = tuple(sorted([*worst, *unspecified], key=_excess, reverse=True)[:MAX_WORST])
     return replace(pair.result(), worst=first, worst_entries=worst, unclear=unclear)
@@ -422,7 +424,7 @@ def mismatch_failure(
             )
             findings.add_pair(pair.pair(part, agrees=True))
             return None
-    comparison = _with_worst(pair, remeasured, worst)
+    comparison = _with_worst(problem, settings.of(pair.input.index).eps, pair, remeasured, worst)
     findings.add_pair(pair.pair(part, agrees=False))
     findings.sample = pair.sample()
     first = comparison.worst

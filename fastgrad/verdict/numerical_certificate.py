@@ -189,8 +189,7 @@ class NumericalCertificate:
         self._settings = settings
         self._compression = compression
         self._base = look.base
-        self.bound, self._margin, self._shares = 0.0, 1.0, (1.0, 1.0)
-        self._directions = DIRECTIONS_WATCHED if compression.pattern.is_numerical else DIRECTIONS
+        self.bound, self._count, self._margin, self._shares = 0.0, 1, 1.0, (1.0, 1.0)
         self._explained, self._unresolved, self._jumps = 0.0, 0.0, False
 
     @property
@@ -201,7 +200,7 @@ class NumericalCertificate:
     def certificate(self) -> Certificate:
         """The certificate for the case that nothing is missing."""
         watched = self._compression.pattern.is_numerical
-        return numerical_certificate(self._directions, watched, self.bound)
+        return numerical_certificate(self._count, watched, self.bound)
 
     def screen(self, values: Tensor) -> list[int]:
         """The numbers of outputs that do not change along one direction as the entries predict, worst first."""
@@ -215,7 +214,7 @@ class NumericalCertificate:
         if not bool(self._compared(self._first, values, self._entry_rounding).wrong.any()):
             return []
         self._repeat([(self._of_direction(0), checksum(self._first.derivatives))])
-        return self._unexplained_rows(1, None)
+        return self._unexplained_rows(None)
 
     def certify(
         self, analytical: Tensor | None, row_of: Callable[[int], Tensor] | None = None
@@ -239,13 +238,13 @@ class NumericalCertificate:
             A failure, or the numbers of the outputs that do not change as predicted. None if the dense engine costs
             less than further steps, or if too many outputs may hide entries, so that another pattern must be found.
         """
-        watched, count = self._compression.pattern.is_numerical, self._directions
-        self._use_directions(count, analytical)
+        watched = self._compression.pattern.is_numerical
+        self._use_directions(DIRECTIONS_WATCHED if watched else DIRECTIONS, analytical)
         entries, rounding = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         noise, found = self._first.noise, self._compared(self._first, entries, rounding)
         taken = [(self._of_direction(0), checksum(self._first.derivatives))]
         del self._first  # this frees the memory of several vectors
-        for k in range(1, count):
+        for k in range(1, self._count):
             if bool(found.wrong.any()):
                 break
             differences = self._of_direction(k)()
@@ -267,15 +266,16 @@ class NumericalCertificate:
             self._repeat(taken)
             if dense_is_small(self._problem, self._settings, MAX_FOLLOW_UP_CALLS):
                 return None
-            rows = self._unexplained_rows(count, analytical)
+            rows = self._unexplained_rows(analytical)
             if analytical is not None and row_of is not None:
-                failure, rows = self._separated(rows, count, analytical, row_of)
+                failure, rows = self._separated(rows, analytical, row_of)
                 if failure is not None:
                     return failure
-            enough = self._enough_directions()
-            if not rows and enough:
-                self._use_directions(enough, analytical)
-                rows = self._unexplained_rows(enough, analytical)
+            if not watched and self._excluded is None:  # otherwise more directions do not help
+                count = _enough_directions(self._settings.confidence, self._count, self.bound / self.asked)
+                if count and not dense_is_small(self._problem, self._settings, 8 * count):
+                    self._use_directions(count, analytical)
+                    rows = self._unexplained_rows(analytical)
         if watched and not self._jumps:
             # Outputs were compared bit by bit. Differences cannot show an entry that changes no bit of its output.
             self.bound = max(min(self.bound, self.asked), self._unresolved)
@@ -289,22 +289,8 @@ class NumericalCertificate:
         # difference of two components. This difference is smaller than s with probability s, and in all directions with
         # probability s^count.
         together = (1 - self._settings.confidence) ** (1 / count)
-        self._directions, self._margin = count, together if analytical is None else 0.5
+        self._count, self._margin = count, together if analytical is None else 0.5
         self._shares = (self._margin / together, 1.0)
-
-    def _enough_directions(self) -> int:
-        """The number of directions with which no output hides entries that matter; 0 if more would not help or pay.
-
-        They do not help if outputs are compared bit by bit, or if outputs were examined separately because of kinks.
-        """
-        watched = self._compression.pattern.is_numerical
-        if watched or self._excluded is not None or not self.asked < self.bound < math.inf:
-            return 0
-        missed = math.log(1 - self._settings.confidence)
-        share = missed / self._directions + math.log(self.bound / self.asked)
-        count = math.ceil(missed / share) + 1 if share < 0 else 0
-        pays = count <= MAX_DIRECTIONS and not dense_is_small(self._problem, self._settings, 8 * count)
-        return count if pays else 0
 
     def follow(self, rows: list[int], row_of: Callable[[int], Tensor]) -> Failure | Incomplete:
         """The failure of a wrong entry in some rows or, if there is none, the missing entries of these rows."""
@@ -332,7 +318,7 @@ class NumericalCertificate:
         self._unresolved = max(self._unresolved, found.unresolved)
         return located_failure([found]) if found.remeasured is not None else None
 
-    def _unexplained_rows(self, count: int, analytical: Tensor | None, excluded: _Excluded | None = None) -> list[int]:
+    def _unexplained_rows(self, analytical: Tensor | None, excluded: _Excluded | None = None) -> list[int]:
         """The outputs that do not change as entries predict, worst first; notes the outputs that may hide entries.
 
         This takes several steps in the same directions. For each output, the step with the best resolution decides, as
@@ -348,7 +334,7 @@ class NumericalCertificate:
         times, refuting = torch.ones_like(self._base), torch.zeros_like(self._base)
         while steps:
             step = steps.pop(0)
-            measure = partial(self._differences_along, step, count, extrapolated=count, excluded=excluded)
+            measure = partial(self._differences_along, step, self._count, extrapolated=self._count, excluded=excluded)
             differences = measure()
             taken.append((measure, checksum(differences.derivatives)))
             noises[step] = differences.noise
@@ -370,7 +356,7 @@ class NumericalCertificate:
                 break
             if step == 1.0:
                 steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
-            elif self._separable_columns(hiding.nonzero().reshape(-1), soon) is not None:
+            elif _separable_columns(self._problem, self._compression, hiding.nonzero().reshape(-1), soon) is not None:
                 break
         self._repeat(taken)
         rounding = ROUNDING * self._problem.unit_roundoff / self._settings.eps * self._base.abs()
@@ -379,18 +365,9 @@ class NumericalCertificate:
         refuted = torch.stack([error[0] for error in errors.values()]).amax(0)
         worst_first = rows.nonzero().reshape(-1)[refuted[rows].argsort(descending=True)]
         self._refuting = dict(zip(worst_first[:MAX_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False))
-        self._count, self._excluded = count, excluded
+        self._excluded = excluded
         self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         return worst_first.tolist()
-
-    def _separable_columns(self, rows: Tensor, most: int) -> Tensor | None:
-        """The columns of some rows; None if there are none or more than `most` of either, or if a block is complex."""
-        if not 0 < rows.numel() <= most or any(
-            block.is_complex for block in (*self._problem.inputs, *self._problem.outputs)
-        ):
-            return None
-        columns = torch.unique(self._compression.columns[torch.isin(self._compression.rows, rows)])
-        return columns if 0 < columns.numel() <= most else None
 
     def _explained_to(self, sizes: Tensor, excluded: _Excluded | None = None) -> None:
         """Stores up to which size outputs may hide entries; sizes: of each output, float64, shape (m,)."""
@@ -400,7 +377,7 @@ class NumericalCertificate:
         self.bound = max(self._explained, largest(sizes), self._unresolved)
 
     def _separated(
-        self, unexplained: list[int], count: int, analytical: Tensor, row_of: Callable[[int], Tensor]
+        self, unexplained: list[int], analytical: Tensor, row_of: Callable[[int], Tensor]
     ) -> tuple[Failure | None, list[int]]:
         """Examines outputs again that are not explained or may hide entries, if they are few.
 
@@ -412,7 +389,7 @@ class NumericalCertificate:
         """
         compression = self._compression
         rows = torch.unique(torch.cat([self._hiding, self._hiding.new_tensor(unexplained)]))
-        columns = self._separable_columns(rows, MAX_SEPARATED)
+        columns = _separable_columns(self._problem, compression, rows, MAX_SEPARATED)
         if columns is None:
             return None, unexplained
         mine = torch.isin(compression.rows, rows)
@@ -441,7 +418,7 @@ class NumericalCertificate:
         if failure is not None:
             return failure, []
         self._unresolved = max(self._unresolved, unresolved)
-        return None, self._unexplained_rows(count, analytical, excluded)
+        return None, self._unexplained_rows(analytical, excluded)
 
     def _subtracted_entries(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
         """The harmless entries that, together with the row's gradient, explain how its output changes."""
@@ -567,6 +544,28 @@ def _shown(bounds: dict[float, Tensor], errors: dict[float, Tensor], negligible:
             found = torch.maximum(found, averaged.masked_fill_(is_rounding, 0.0))
         shown.append(found)
     return torch.stack(shown).amin(0)
+
+
+def _separable_columns(problem: Problem, compression: Compression, rows: Tensor, most: int) -> Tensor | None:
+    """The columns of some rows; None if there are none or more than `most` of either, or if a block is complex."""
+    is_complex = any(block.is_complex for block in (*problem.inputs, *problem.outputs))
+    if is_complex or not 0 < rows.numel() <= most:
+        return None
+    columns = torch.unique(compression.columns[torch.isin(compression.rows, rows)])
+    return columns if 0 < columns.numel() <= most else None
+
+
+def _enough_directions(confidence: float, count: int, ratio: float) -> int:
+    """The number of directions that find errors smaller by this ratio than `count` directions find.
+
+    0 if they are more than MAX_DIRECTIONS, or if `count` directions are enough.
+    """
+    if not 1 < ratio < math.inf:
+        return 0
+    missed = math.log(1 - confidence)
+    share = missed / count + math.log(ratio)
+    enough = math.ceil(missed / share) + 1 if share < 0 else 0
+    return enough if enough <= MAX_DIRECTIONS else 0
 
 
 def _is_jump(noises: dict[float, Tensor], rounding: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.memory import OUT_OF_MEMORY
+from fastgrad.core.native import Layout
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.tensors import differ, largest, near
@@ -25,7 +26,12 @@ from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.grad_outputs import check_zero_grad_output
 from fastgrad.verdict.linearity import MEASURED, RESCALED, linearity_cotangents, one_sign_failure
 from fastgrad.verdict.negation import nonlinear_component
-from fastgrad.verdict.repeated_rows import gradients_agree, nondeterministic, nondeterministic_func
+from fastgrad.verdict.repeated_rows import (
+    agrees_between_graphs,
+    graphs_agree,
+    nondeterministic,
+    nondeterministic_func,
+)
 
 FIRST_PRODUCT, LAST_PRODUCT = NON_CONTIGUOUS, SPARSE
 """Kinds of the cotangents that are run before and after the rows: the first gives a product of all rows, the second a
@@ -75,6 +81,7 @@ class RepeatedCalls:
         self._summed: tuple[Tensor, Tensor, Tensor] | None = None
         self._last = 0
         self._known: Tensor | None = None
+        self._layouts: list[Layout] = []  # of the cotangent of the first product
         self._product_tolerance = self._rounding = 0.0
         self._is_needed = settings.check_backward_ad and problem.is_custom and problem.m > 0
         if not self._is_needed:
@@ -113,7 +120,7 @@ class RepeatedCalls:
             self._known = jacobian
             return
         first, last = (products[GRAD_OUTPUT_KINDS.index(kind)] for kind in (FIRST_PRODUCT, LAST_PRODUCT))
-        self._known = torch.stack([first, *jacobian[self._rows], last])
+        self._known, self._layouts = torch.stack([first, *jacobian[self._rows], last]), [FIRST_PRODUCT.layout]
         self._product_tolerance = self._settings.atol
 
     def _run(self) -> Tensor:
@@ -179,14 +186,14 @@ class RepeatedCalls:
             again = block.analytical[which : which + 1]
             known = gradient[None, start : start + again.shape[1]]
             own = self._settings.of(block.input.index)
-            if not torch.isclose(again, known, own.rtol, own.atol + self._settings.nondet_tol, equal_nan=True).all():
+            if not agrees_between_graphs(self._problem, own, again, known, self._settings.nondet_tol):
                 self._varying_output = block.output
             self._rounding = max(self._rounding, _largest_difference(again, known))
 
     def compare_all(self, jacobian: Tensor) -> None:
         """Like `compare`, for all rows of the Jacobian: float64, shape (m, n)."""
         for row, known in self.rows.items():
-            if not gradients_agree(self._problem.inputs, self._settings, jacobian[row : row + 1], known[None], True):
+            if not graphs_agree(self._problem, self._settings, jacobian[row : row + 1], known[None]):
                 self._varying_output = block_with(self._problem.outputs, row)
             self._rounding = max(self._rounding, _largest_difference(jacobian[row], known))
 
@@ -234,9 +241,11 @@ class RepeatedCalls:
                 if values_vary(problem, settings, problem.evaluate(True, problem.zero_displacement()), base):
                     return nondeterministic_func(problem.outputs[0], "at the inputs")
         number, known = self._outputs[0], self._known[:1]
-        again = problem.vjp_of_older_graph(self._cotangents(range(1)), None if number < 0 else problem.outputs[number])
-        moves = differ(again, known, self._tolerance(self._known, 0), False)
-        if not moves or gradients_agree(problem.inputs, settings, again, known, True):
+        only = None if number < 0 else problem.outputs[number]
+        # The sign differs from that of the call before, so that a gradient of that call is no right gradient.
+        again = -problem.vjp_of_older_graph(-self._cotangents(range(1)), self._layouts, only)
+        if torch.equal(again, known) or graphs_agree(problem, settings, again, known):
+            self._rounding = max(self._rounding, _largest_difference(again, known))
             return None
         return nondeterministic(problem.outputs[max(0, number)])
 
@@ -373,8 +382,7 @@ def first_varying(
         row = order[done - 1]
         before = known[row : row + 1]
         if other is not None and differ(other, before, tolerance(row), False):
-            is_row = int(cotangents[row].count_nonzero()) == 1
-            if row in of_this_graph or not gradients_agree(problem.inputs, settings, other, before, is_row):
+            if row in of_this_graph or not graphs_agree(problem, settings, other, before):
                 return problem.outputs[max(0, only[row])], rounding
             rounding = max(rounding, _largest_difference(other, before))
             before.copy_(other)

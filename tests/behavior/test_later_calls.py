@@ -204,3 +204,54 @@ def test_func_that_returns_another_kind_of_output_once(
         calls, changed = 0, call
         with pytest.raises((RuntimeError, AssertionError)):
             fastgrad.gradcheck(func, leaf(n), fast_mode=fast_mode)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 20, 90])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gradient_that_is_wrong_on_all_graphs_but_the_last_one(n: int, seed: int) -> None:
+    """The error is within rtol of the products in which it shows, but not within the tolerances of the entries."""
+    graphs, error = 0, 1e-3
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            nonlocal graphs
+            graphs += 1
+            ctx.number = graphs
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+            (x,) = ctx.saved_tensors
+            gradient = 2 * x * g
+            if ctx.number < graphs:
+                gradient[-1] += error * g.sum()
+            return gradient
+
+    report = fastgrad.check(Square.apply, leaf(n), seed=seed)
+    assert report.failure is not None
+    assert report.failure.kind == "nondeterministic"
+    error = 0.0
+    assert fastgrad.check(Square.apply, leaf(n), seed=seed).passed
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_gradient_that_differs_within_rtol_if_a_vjp_is_repeated(n: int) -> None:
+    last: Tensor | None = None
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+            nonlocal last
+            (x,) = ctx.saved_tensors
+            factor = 1.0005 if last is not None and torch.equal(last, g) else 1.0
+            last = g.clone()
+            return factor * g * x.cos()
+
+    assert not fastgrad.check(Sine.apply, leaf(n)).passed

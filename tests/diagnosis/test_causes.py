@@ -782,8 +782,8 @@ def test_a_gradient_that_is_zero_for_one_sign_is_described_without_a_quotient() 
 
 
 def linear(forward: Tensor, backward: Tensor) -> Callable[[Tensor], Tensor]:
-    """x -> forward @ x, whose gradient is that of backward @ x."""
-    return function(lambda x: forward @ x, lambda ctx, grad: backward.t() @ grad)
+    """A func that multiplies x by `forward`, and has the gradient of a multiplication by `backward`."""
+    return function(lambda x: forward @ x, lambda grad, x: backward.t() @ grad)
 
 
 def causes_of(forward: Tensor, backward: Tensor) -> list[str]:

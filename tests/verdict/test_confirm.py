@@ -122,6 +122,30 @@ def test_entries_that_differ_by_rounding_beside_a_wrong_one_are_unclear(error: f
     assert found.mismatches - found.unclear == 1
 
 
+@pytest.mark.parametrize("big", [-6e7, -7.5e7, -8.7e7])
+def test_rounding_of_another_output_is_unclear(big: float) -> None:
+    """The differences of output 1 are multiples of 7.5e-3. Output 0 has the wrong entry, and no rounding."""
+    func = function(lambda x: torch.stack([x[0] * 2, big + 2.69 * x[1]]), lambda g, x: torch.tensor([2.5, 2.69]) * g)
+    found = fastgrad.check(func, leaf(1.0, 0.3)).failure.comparison
+    assert found.mismatches - found.unclear == 1
+
+
+def test_a_check_that_ends_after_some_columns_says_at_least() -> None:
+    def backward(grad: Tensor, x: Tensor) -> Tensor:
+        gradient = 2 * x * grad
+        gradient[3] += grad[5]
+        gradient[60] += grad[63]
+        return gradient
+
+    func, x = function(torch.square, backward), leaf(*torch.linspace(1, 2, 64).tolist())
+    for limit, counts in ((None, (2, 4096, True)), (8 * 64 * 8, (1, 4096, False))):
+        report = fastgrad.check(func, x, engine="dense", memory_limit=limit)
+        found = report.failure.comparison
+        assert (found.mismatches, found.entries, found.exhaustive) == counts
+        assert ("at least 1 of 4,096 entries" in str(report)) is (limit is not None)
+        assert report.pairs[0].exhaustive is (limit is None)
+
+
 def test_entries_that_are_clearly_wrong_are_counted() -> None:
     func = function(lambda x: x**3, lambda g, x: 3.01 * x**2 * g)
     found = fastgrad.check(func, leaf(*torch.linspace(0.1, 2, 40).tolist()), engine="dense").failure.comparison
