@@ -242,8 +242,8 @@ class RepeatedCalls:
                     return nondeterministic_func(problem.outputs[0], "at the inputs")
         number, known = self._outputs[0], self._known[:1]
         only = None if number < 0 else problem.outputs[number]
-        # The sign differs from that of the call before, so that a gradient of that call is no right gradient.
-        again = -problem.vjp_of_older_graph(-self._cotangents(range(1)), self._layouts, only)
+        # The cotangent differs from that of the call before, so that the gradient of that call is not the right one.
+        again = problem.vjp_of_older_graph(2 * self._cotangents(range(1)), self._layouts, only) / 2
         if torch.equal(again, known) or graphs_agree(problem, settings, again, known):
             self._rounding = max(self._rounding, _largest_difference(again, known))
             return None
