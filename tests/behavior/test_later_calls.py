@@ -255,3 +255,27 @@ def test_a_gradient_that_differs_within_rtol_if_a_vjp_is_repeated(n: int) -> Non
             return factor * g * x.cos()
 
     assert not fastgrad.check(Sine.apply, leaf(n)).passed
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 20, 90])
+def test_a_backward_that_changes_what_an_older_graph_saved(n: int) -> None:
+    """The first VJP on such a graph is right, and the following ones are not."""
+    graphs = 0
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            nonlocal graphs
+            graphs += 1
+            ctx.number, ctx.x = graphs, x.detach().clone()
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+            gradient = 2 * ctx.x * g
+            if ctx.number < graphs:
+                ctx.x.mul_(1.1)
+            return gradient
+
+    assert not torch.autograd.gradcheck(Square.apply, leaf(n), raise_exception=False)
+    assert not fastgrad.check(Square.apply, leaf(n)).passed
