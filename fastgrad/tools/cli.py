@@ -10,7 +10,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from fastgrad.report.report import Report
 from fastgrad.report.variants import VariantsReport
 from fastgrad.tools import specs, terminal
 
+Checked = Report | VariantsReport
+
 CHECKERS = {1: "gradcheck", 2: "gradgradcheck"}
 
 EXIT_CODES = "exit code: 0 passed, 1 failed, 2 wrong usage or no verdict (an error, or incomplete), 130 interrupted"
 
-_CODES = {"passed": 0, "failed": 1, "incomplete": 2}
-"""Exit codes of the verdicts of `check_variants`."""
+_CODES = {"passed": 0, "undecided": 0, "failed": 1, "not converged": 1, "incomplete": 2}
+"""Exit codes of the verdicts."""
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
@@ -226,30 +229,39 @@ def _checked(options: argparse.Namespace) -> int:
     arguments = [specs.described(value) for value in target.inputs]
     if not options.json:
         print(f"{options.function} at {', '.join(arguments)}", flush=True)
-    if options.variants:
-        return _variants(options, target, arguments)
     code, documents = 0, []
-    for order, name in CHECKERS.items():
-        if options.order not in (str(order), "both"):
-            continue
+    for name, run in _checks(options, target):
         report, error = None, None
-        keywords = _keywords(options, order)
         try:
             with _stdout_to_stderr(options):
-                report = check(target.func, target.inputs, kwargs=target.keywords, **keywords)
+                report = run()
         except (Exception, SystemExit) as raised:  # there is no verdict: func raised, or arguments are invalid
             error = raised
             _print_exception(options, name, error)
-        code = max(code, 2 if report is None else 0 if report.passed else 1)
         documents.append(_document(name, report, error))
-        if report is None:
-            continue
-        if not options.json:
-            _print(str(report) if report.passed else f"{name} {report.verdict}\n{report}")
-        code = max(code, _write_page(options, name, report))
+        code = max(code, 2 if report is None else _CODES[report.verdict])
+        if report is not None:
+            _print(options, name, report)
+            code = max(code, _write_page(options, name, report))
     if options.json:
-        print(json.dumps({"function": options.function, "inputs": arguments, "checks": documents}, indent=1))
+        found = {"variants": documents[0]["report"]} if options.variants else {"checks": documents}
+        print(json.dumps({"function": options.function, "inputs": arguments, **found}, indent=1))
     return code
+
+
+def _checks(options: argparse.Namespace, target: specs.Target) -> list[tuple[str, Callable[[], Checked]]]:
+    """The checkers to run, by name."""
+    arguments: dict[str, Any] = {"func": target.func, "inputs": target.inputs, "kwargs": target.keywords}
+    if options.variants:
+        from fastgrad.variants.check import check_variants  # imported only here, because it imports many modules
+
+        keywords = {"compiled": options.compiled, "check_undefined_grad": not options.no_undefined_grad}
+        return [("check_variants", partial(check_variants, **arguments, **keywords, **_common_keywords(options)))]
+    return [
+        (name, partial(check, **arguments, **_keywords(options, order)))
+        for order, name in CHECKERS.items()
+        if options.order in (str(order), "both")
+    ]
 
 
 def _reject_options(options: argparse.Namespace) -> None:
@@ -282,7 +294,7 @@ def _print_exception(options: argparse.Namespace, name: str, error: BaseExceptio
         traceback.print_exception(error)
 
 
-def _write_page(options: argparse.Namespace, name: str, report: Report | VariantsReport) -> int:
+def _write_page(options: argparse.Namespace, name: str, report: Checked) -> int:
     """Writes the HTML page if it is requested; returns 0, or 2 if the page cannot be written."""
     if options.html is None:
         return 0
@@ -294,33 +306,17 @@ def _write_page(options: argparse.Namespace, name: str, report: Report | Variant
     return 0
 
 
-def _print(text: str) -> None:
+def _print(options: argparse.Namespace, name: str, report: Checked) -> None:
+    if options.json:
+        return
+    # The message of a failed check does not begin with a verdict.
+    text = f"{name} {report.verdict}\n{report}" if isinstance(report, Report) and not report.passed else str(report)
     print(terminal.colored(text) if terminal.takes_colors(sys.stdout) else text)
 
 
 def _path(path: Path, options: argparse.Namespace, name: str) -> Path:
     """The path of a checker's file: with the checker's name if both checkers run."""
     return path.with_stem(f"{path.stem}-{name}") if options.order == "both" else path
-
-
-def _variants(options: argparse.Namespace, target: specs.Target, arguments: list[str]) -> int:
-    from fastgrad.variants.check import check_variants  # imported only here, because it imports many modules
-
-    keywords = {"compiled": options.compiled, "check_undefined_grad": not options.no_undefined_grad}
-    try:
-        with _stdout_to_stderr(options):
-            report = check_variants(
-                target.func, target.inputs, kwargs=target.keywords, **keywords, **_common_keywords(options)
-            )
-    except (Exception, SystemExit) as error:
-        _print_exception(options, "check_variants", error)
-        return 2
-    if options.json:
-        document = {"function": options.function, "inputs": arguments, "variants": report.to_dict()}
-        print(json.dumps(document, indent=1))
-    else:
-        _print(str(report))
-    return max(_CODES[report.verdict], _write_page(options, "check_variants", report))
 
 
 def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
@@ -359,7 +355,7 @@ def _show_warning(message: Warning | str, *_: object) -> None:
     print(f"fastgrad check: warning: {message}", file=sys.stderr)
 
 
-def _document(name: str, report: Report | None, error: BaseException | None) -> dict[str, Any]:
+def _document(name: str, report: Checked | None, error: BaseException | None) -> dict[str, Any]:
     """A check as JSON fields."""
     return {
         "checker": name,
