@@ -378,11 +378,7 @@ def _require_device(device: str) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from fastgrad.tools import doctor
 
-    if not options.json:
-        return doctor.main()
-    found = doctor.diagnosis()
-    print(json.dumps(found, indent=1))
-    return 0 if doctor.is_well(found) else 1
+    return doctor.main(options.json)
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from importlib.util import find_spec
@@ -46,9 +47,17 @@ def diagnosis() -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Prints the diagnosis; returns 0 if the self-test passed."""
+def main(as_json: bool) -> int:
+    """Prints the diagnosis; returns 0 if every self-test had the expected verdict."""
     found = diagnosis()
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        _print(found)
+    return 0 if all(row["right"] for row in found["self-test"]) else 1
+
+
+def _print(found: dict[str, Any]) -> None:
     for name, value in found.items():
         if isinstance(value, str):
             print(f"{name:<14} {value}")
@@ -59,12 +68,6 @@ def main() -> int:
         print(f"{'self-test':<14} {row['device']}, {row['engine']}, {row['operator']}: {row['verdict']}, {line}")
     for line in found["missing"] or ["nothing"]:
         print(f"{'missing':<14} {line}")
-    return 0 if is_well(found) else 1
-
-
-def is_well(found: dict[str, Any]) -> bool:
-    """Whether every self-test had the expected verdict."""
-    return all(row["right"] for row in found["self-test"])
 
 
 def _self_test(device: str) -> list[dict[str, Any]]:

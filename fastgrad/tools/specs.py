@@ -173,61 +173,59 @@ def parse_input(text: str, generator: torch.Generator, device: torch.device | st
     dtype = getattr(torch, match["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise SpecError(f"torch has no dtype {match['dtype']!r}, in {text!r}")
-    shape = _shape(match["shape"], text)
-    options = _options(match["options"], text)
     differentiable = dtype.is_floating_point or dtype.is_complex
     try:
-        tensor = _random(dtype, shape, match["range"], generator, text)
-        tensor = _laid_out(tensor, options, generator, text).to(device)
-    except SpecError:
-        raise
+        options = _options(match["options"])
+        tensor = _random(dtype, _shape(match["shape"]), match["range"], generator)
+        tensor = _laid_out(tensor, options, generator).to(device)
+    except SpecError as error:
+        raise SpecError(f"{error}, in {text!r}") from None
     except (RuntimeError, ValueError, IndexError, TypeError, OverflowError) as error:
         raise SpecError(f"{text!r} cannot be made: {str(error).splitlines()[0]}") from error
     return (tensor.detach().requires_grad_(differentiable and "nograd" not in options),)
 
 
-def _shape(text: str, whole: str) -> tuple[int, ...]:
+def _shape(text: str) -> tuple[int, ...]:
     sizes = [size.strip() for size in text.split(",")] if text.strip() else []
     if not all(size.isdecimal() for size in sizes):
-        raise SpecError(f"the sizes of a tensor must be integers separated by commas, in {whole!r}")
+        raise SpecError("the sizes of a tensor must be integers separated by commas")
     return tuple(int(size) for size in sizes)
 
 
-def _options(text: str, whole: str) -> dict[str, str]:
+def _options(text: str) -> dict[str, str]:
     given = dict(option.strip().partition("=")[::2] for option in text.split(",")[1:])
     known = ("nograd", "noncontiguous", "channels_last", "layout", "blocksize", "density")
     for name, value in given.items():
         if name not in known or bool(value) != (name in known[3:]):
             raise SpecError(
                 "the options of a tensor are nograd, noncontiguous, channels_last, layout=, blocksize= and density=, "
-                f"got {name + ('=' + value if value else '')!r} in {whole!r}"
+                f"got {name + ('=' + value if value else '')!r}"
             )
     options = {"layout": "strided", "blocksize": "2x2", "density": "0.5", **given}
     if options["layout"] not in _LAYOUTS:
-        raise SpecError(f"layout must be one of {', '.join(_LAYOUTS)}, in {whole!r}")
+        raise SpecError(f"layout must be one of {', '.join(_LAYOUTS)}")
     if not re.fullmatch(r"\d+x\d+", options["blocksize"]):
-        raise SpecError(f"blocksize must be two sizes separated by an x, for example 2x2, in {whole!r}")
+        raise SpecError("blocksize must be two sizes separated by an x, for example 2x2")
     if not re.fullmatch(_NUMBER, options["density"]) or not 0 <= float(options["density"]) <= 1:
-        raise SpecError(f"density must be a number from 0 to 1, in {whole!r}")
+        raise SpecError("density must be a number from 0 to 1")
     return options
 
 
-def _random(
-    dtype: torch.dtype, shape: tuple[int, ...], limits: str | None, generator: torch.Generator, whole: str
-) -> Tensor:
+def _random(dtype: torch.dtype, shape: tuple[int, ...], limits: str | None, generator: torch.Generator) -> Tensor:
     if dtype is torch.bool:
         if limits is not None:
-            raise SpecError(f"a bool tensor has no range, in {whole!r}")
+            raise SpecError("a bool tensor has no range")
         return torch.randint(2, shape, generator=generator).bool()
     # Drawn in double precision, so that a seed gives the same values in every dtype, up to rounding.
     wide = torch.complex128 if dtype.is_complex else torch.float64
     if limits is None:
         if not (dtype.is_floating_point or dtype.is_complex):
-            raise SpecError(f"integers need a range, for example {whole.split(',nograd')[0]}{{0..9}}, in {whole!r}")
+            example = f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]{{0..9}}"
+            raise SpecError(f"integers need a range, for example {example}")
         return torch.randn(shape, dtype=wide, generator=generator).to(dtype)
     match = _RANGE.fullmatch(limits)
     if match is None or float(match[1]) > float(match[2]):
-        raise SpecError(f"a range must be low..high, as in {{0..31}} or {{0.5..2}}, in {whole!r}")
+        raise SpecError("a range must be low..high, as in {0..31} or {0.5..2}")
     if dtype.is_floating_point or dtype.is_complex:
         low, high = float(match[1]), float(match[2])
         parts = torch.rand((*shape, 2 if dtype.is_complex else 1), dtype=torch.float64, generator=generator)
@@ -237,15 +235,15 @@ def _random(
         first, last = int(match[1]), int(match[2])
         smallest, largest = torch.tensor([first, last], dtype=dtype).tolist()
     except (ValueError, RuntimeError, OverflowError):
-        raise SpecError(f"the range of integers must be two integers that fit the dtype, in {whole!r}") from None
+        raise SpecError("the range of integers must be two integers that fit the dtype") from None
     return torch.randint(smallest, largest + 1, shape, generator=generator).to(dtype)
 
 
-def _laid_out(tensor: Tensor, options: dict[str, str], generator: torch.Generator, whole: str) -> Tensor:
+def _laid_out(tensor: Tensor, options: dict[str, str], generator: torch.Generator) -> Tensor:
     layout = options["layout"]
     if layout != "strided":
         if "noncontiguous" in options or "channels_last" in options:
-            raise SpecError(f"noncontiguous and channels_last are for strided tensors, in {whole!r}")
+            raise SpecError("noncontiguous and channels_last are for strided tensors")
         specified = torch.rand(tensor.shape, generator=generator) < float(options["density"])
         tensor = tensor * specified
         blocks = tuple(int(size) for size in options["blocksize"].split("x"))
@@ -255,7 +253,7 @@ def _laid_out(tensor: Tensor, options: dict[str, str], generator: torch.Generato
         return tensor.contiguous(memory_format=torch.channels_last)
     if "noncontiguous" in options:
         if tensor.ndim == 0:
-            raise SpecError(f"a tensor without dimensions is contiguous, in {whole!r}")
+            raise SpecError("a tensor without dimensions is contiguous")
         return torch.stack([tensor, tensor], -1).select(-1, 0)
     return tensor
 
