@@ -23,6 +23,7 @@ from fastgrad.problem.arguments import as_tuple, check_callable
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.signature import function_name
 from fastgrad.report.report import Report
+from fastgrad.sharding.calls import reject_differences
 
 _NOT_HERE = (
     *("check_forward_ad", "check_batched_grad", "check_batched_forward_grad", "check_fwd_over_rev", "kwargs", "wrt"),
@@ -241,14 +242,9 @@ def _result_spaces(outputs: Any, gradients: Any) -> tuple[Space, ...] | None:
 
 def _reject_what_does_not_fit(ranks: Sequence[_About], checked: Sequence[int]) -> None:
     """Raises if the calls of the ranks differ, or their parts do not form a tensor."""
+    calls = [{name: value for name, value in vars(one).items() if name != "parts"} for one in ranks]
+    reject_differences(calls, "fastgrad.distributed.check with the same func, placements and keywords")
     first = ranks[0]
-    for rank, other in enumerate(ranks):
-        for what in ("function", "versions", "spaces", "results", "keywords"):
-            mine, theirs = getattr(first, what), getattr(other, what)
-            if mine != theirs:
-                raise RankError(
-                    f"The calls of the ranks differ: {what} is {mine} on rank 0 and {theirs} on rank {rank}."
-                )
     if not first.spaces:
         raise ValueError("fastgrad.distributed.check needs an input with requires_grad=True, but there is none.")
     for k, (i, space) in enumerate(zip(checked, first.spaces, strict=True)):

@@ -59,10 +59,10 @@ class DirectionalComparison:
     vectors: list[Tensor | None]
     numerical: float
     noise: float
-    size: float
+    size: float = 0.0
     """The root of the sum of squares of the terms by autograd or, if it is larger, the modulus of `numerical`."""
-    analytical: float
-    allowed: float
+    analytical: float = 0.0
+    allowed: float = 0.0
 
     @property
     def agrees(self) -> bool:
@@ -120,14 +120,14 @@ class LossDerivatives:
             fine, _ = self._change(vectors, step)
             coarse, fine = coarse / (4 * step), fine / (2 * step)
             noise = abs(fine - coarse) + self._rounding(size, step)
-            found.append(DirectionalComparison(vectors, (4 * fine - coarse) / 3, noise, 0.0, 0.0, 0.0))
+            found.append(DirectionalComparison(vectors, (4 * fine - coarse) / 3, noise))
         return self.compared(min(found, key=lambda one: one.noise), self.gradients)
 
     def quickly_along(self, vectors: list[Tensor | None]) -> DirectionalComparison:
         """Like `along`, but from two or four evaluations if they agree with autograd."""
         for step in self._steps():
             change, size = self._change(vectors, step)
-            made = DirectionalComparison(vectors, change / (2 * step), self._rounding(size, step), 0.0, 0.0, 0.0)
+            made = DirectionalComparison(vectors, change / (2 * step), self._rounding(size, step))
             found = self.compared(made, self.gradients)
             if found.agrees:
                 return found
@@ -210,14 +210,9 @@ class LossDerivatives:
         return bool(zero) and self.moves(zero) and self.along(self.only(zero)).agrees
 
     def result(self, found: Sequence[DirectionalComparison]) -> EndToEnd:
-        return EndToEnd(
-            tuple(one.analytical for one in found),
-            tuple(one.numerical for one in found),
-            tuple(one.allowed for one in found),
-            tuple(one.size for one in found),
-            str(self.dtype).removeprefix("torch."),
-            self._step.evaluations,
-        )
+        names = "analytical", "numerical", "allowed", "size"
+        columns = {name: tuple(getattr(one, name) for one in found) for name in names}
+        return EndToEnd(**columns, dtype=str(self.dtype).removeprefix("torch."), evaluations=self._step.evaluations)
 
 
 def enter_precise(step: Step, whole: LossDerivatives, stack: ExitStack) -> str:

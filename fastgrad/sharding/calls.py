@@ -40,8 +40,8 @@ def described(func: Callable[..., Any], values: Mapping[str, Any], settings: Set
     return found | {field.name: repr(getattr(settings, field.name)) for field in fields(settings)}
 
 
-def reject_differences(calls: Sequence[Mapping[str, str]]) -> None:
-    """Raises a RankError if a rank's call differs from the call of rank 0."""
+def reject_differences(calls: Sequence[Mapping[str, Any]], should_be: str) -> None:
+    """Raises a RankError if a rank's call differs from the call of rank 0; should_be: what all ranks must call."""
     first = calls[0]
     for rank, other in enumerate(calls):
         for part in dict.fromkeys([*first, *other]):
@@ -49,7 +49,7 @@ def reject_differences(calls: Sequence[Mapping[str, str]]) -> None:
             if mine != theirs:
                 raise RankError(
                     f"The calls of the ranks differ: {part} is {mine} on rank 0, and {theirs} on rank {rank}. All "
-                    "ranks must call fastgrad.check with the same func, values and keywords."
+                    f"ranks must call {should_be}."
                 )
 
 

@@ -45,7 +45,8 @@ def in_parts(
         try:
             call = described(func, values, settings)
             if workers is not None:
-                reject_differences(workers.gather(call))
+                should_be = "fastgrad.check with the same func, values and keywords"
+                reject_differences(workers.gather(call), should_be)
             if checkpoint is None or not (workers is None or workers.leads):
                 return run(Partition(workers))
             with Checkpoint(Path(checkpoint), call) as file:

@@ -159,8 +159,8 @@ def about(x: Tensor, placement: Any = Replicate(), **values: Any) -> _About:  # 
 @pytest.mark.parametrize(
     ("others", "error", "text"),
     [
-        ([about(leaf(3)), about(leaf(3), function="cos")], RankError, "function is sin on rank 0 and cos on rank 2"),
-        ([about(leaf(3), keywords="[1]")], RankError, r"keywords is \[\] on rank 0 and \[1\] on rank 1"),
+        ([about(leaf(3)), about(leaf(3), function="cos")], RankError, "function is sin on rank 0, and cos on rank 2"),
+        ([about(leaf(3), keywords="[1]")], RankError, r"keywords is \[\] on rank 0, and \[1\] on rank 1"),
         ([about(leaf(3).float())], ValueError, "input 4 has the dtypes torch.float64, torch.float32"),
         ([about(leaf(2, 3))], ValueError, "input 4 is .*its shapes differ"),
         ([about(leaf(3)), about(leaf(3) + 1)], ValueError, r"at \[\d\] it is .* on rank 0 and .* on rank 2"),

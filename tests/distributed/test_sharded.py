@@ -114,7 +114,7 @@ def test_what_differs_is_named() -> None:
         ("atol", first | {"atol": "1.0"}),
     ]:
         with pytest.raises(RankError, match="The calls of the ranks differ") as raised:
-            reject_differences([first, first, other])
+            reject_differences([first, first, other], "fastgrad.check")
         assert f": {part} is" in str(raised.value)
         assert "on rank 2" in str(raised.value)
 
