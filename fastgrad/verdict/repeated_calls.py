@@ -247,7 +247,9 @@ class RepeatedCalls:
             # The cotangent differs from that of the call before, so that the gradient of that call is not right here.
             cotangent, layouts = 2 * self._cotangents(range(call, call + 1)), [] if call else self._layouts
             again = problem.vjp_of_older_graph(cotangent, layouts, only) / 2
-            if not torch.equal(again, known) and not graphs_agree(problem, settings, again, known):
+            if not torch.equal(again, known) and not graphs_agree(
+                problem, settings, again, known, self._movement(call)
+            ):
                 return nondeterministic(problem.outputs[max(0, number)])
             self._rounding = max(self._rounding, _largest_difference(again, known))
         return None
@@ -292,8 +294,11 @@ class RepeatedCalls:
             return self._settings.nondet_tol
         # A value that is not finite must recur. It does not count for the tolerance.
         rounding = ROUNDING * self._problem.unit_roundoff * largest(known[call].nan_to_num(0.0, 0.0, 0.0))
-        movement = self._settings.nondet_tol * float(self._cotangents(range(call, call + 1)).abs().sum())
-        return max(rounding, movement, self._product_tolerance)
+        return max(rounding, self._movement(call), self._product_tolerance)
+
+    def _movement(self, call: int) -> float:
+        """The difference between two runs that nondet_tol allows: the sum of those of the rows."""
+        return self._settings.nondet_tol * float(self._cotangents(range(call, call + 1)).abs().sum())
 
     def certificates(self) -> list[Certificate]:
         """What the repeated calls certify, if any were needed."""

@@ -29,7 +29,7 @@ SHARE_BETWEEN_GRAPHS = 2.0**-6
 """Share of the tolerances by which a VJP may differ between graphs. Noise of func that changes its gradient changes its
 differences by far more, and a saved value that a later call at a distance of eps overwrites changes by about eps, so
 both stay below this share. An error of one entry has a weight of at least 1/2 in a VJP, so it is found if it exceeds
-its tolerance."""
+1/32 of the tolerance of the largest component."""
 
 ALONG_DIRECTION = "along a random direction"
 """Where func gave other values, for `nondeterministic_func`, if differences along a direction showed this."""
@@ -161,24 +161,28 @@ def by_inputs(
         yield settings.of(block.index), left.narrow(*within), right.narrow(*within)
 
 
-def graphs_agree(problem: Problem | SmallBackward, settings: Settings, again: Tensor, known: Tensor) -> bool:
+def graphs_agree(
+    problem: Problem | SmallBackward, settings: Settings, again: Tensor, known: Tensor, movement: float | None = None
+) -> bool:
     """Whether VJPs of the same cotangents on two graphs, shape (count, n), agree.
 
-    They need not be equal, because func may have rounded its values differently for the second graph.
+    They need not be equal, because func may have rounded its values differently for the second graph. movement: the
+    allowed difference between two runs; None: nondet_tol.
     """
+    movement = settings.nondet_tol if movement is None else movement
     return all(
-        agrees_between_graphs(problem, own, left, right, settings.nondet_tol)
+        agrees_between_graphs(problem, own, left, right, movement)
         for own, left, right in by_inputs(problem.inputs, settings, again, known)
     )
 
 
 def agrees_between_graphs(
-    problem: Problem | SmallBackward, own: Tolerances, again: Tensor, known: Tensor, variation: float
+    problem: Problem | SmallBackward, own: Tolerances, again: Tensor, known: Tensor, movement: float
 ) -> bool:
-    """As `graphs_agree`, for one input with its tolerances; variation: the allowed difference between two runs."""
+    """As `graphs_agree`, for one input with its tolerances."""
     size = largest(known.nan_to_num(0.0, 0.0, 0.0))
     allowed = SHARE_BETWEEN_GRAPHS * (own.atol + own.rtol * size) + ROUNDING * problem.unit_roundoff * size
-    return bool(near(again, known, allowed + variation).all())
+    return bool(near(again, known, allowed + movement).all())
 
 
 def varying_row(problem: Problem, settings: Settings, rows_per_block: int) -> Failure | None:
