@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastgrad.core import native
 from fastgrad.core.native import WholeBackward, ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import excess
@@ -256,8 +257,10 @@ class PairComparison:
         rounding: the rounding error of a difference, relative to the output element. It counts where it exceeds noise.
         """
         outputs, _, analytical, numerical = self._failing()
-        values = self.output.tensor.detach().to_dense().reshape(-1)[outputs].abs()
-        allowed = self.tolerances.allowed(numerical) + (rounding * values).to(torch.float64).clamp(min=noise)
+        values = torch.empty(self.output.size, dtype=torch.float64, device=self.output.tensor.device)
+        native.flatten_(values, self.output.tensor.detach())
+        sizes = torch.linalg.vector_norm(values.view(-1, self.output.width), dim=1)[outputs]
+        allowed = self.tolerances.allowed(numerical) + (rounding * sizes).clamp(min=noise)
         return int(((analytical - numerical).abs() <= allowed).sum())
 
     def _extent(self) -> Extent:

@@ -183,6 +183,7 @@ class NumericalCertificate:
     """
 
     values: Tensor
+    _excluded: _Excluded | None
 
     def __init__(self, problem: Problem, settings: Settings, compression: Compression, look: FirstLook) -> None:
         self._problem = problem
@@ -191,6 +192,7 @@ class NumericalCertificate:
         self._base = look.base
         self.bound, self._count, self._margin, self._shares = 0.0, 1, 1.0, (1.0, 1.0)
         self._explained, self._unresolved, self._jumps = 0.0, 0.0, False
+        self._refuting: dict[int, float] = {}  # the step that refutes most, in units of eps, by output
 
     @property
     def may_hide_entries(self) -> bool:
@@ -275,7 +277,7 @@ class NumericalCertificate:
                 count = _enough_directions(self._settings.confidence, self._count, self.bound / self.asked)
                 if count and not dense_is_small(self._problem, self._settings, 8 * count):
                     self._use_directions(count, analytical)
-                    rows = self._unexplained_rows(analytical)
+                    rows = list(dict.fromkeys((*rows, *self._unexplained_rows(analytical))))
         if watched and not self._jumps:
             # Outputs were compared bit by bit. Differences cannot show an entry that changes no bit of its output.
             self.bound = max(min(self.bound, self.asked), self._unresolved)
@@ -364,7 +366,7 @@ class NumericalCertificate:
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         refuted = torch.stack([error[0] for error in errors.values()]).amax(0)
         worst_first = rows.nonzero().reshape(-1)[refuted[rows].argsort(descending=True)]
-        self._refuting = dict(zip(worst_first[:MAX_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False))
+        self._refuting |= zip(worst_first[:MAX_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False)
         self._excluded = excluded
         self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
         return worst_first.tolist()

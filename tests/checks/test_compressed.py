@@ -441,6 +441,26 @@ def test_many_directions_make_up_for_rounding_of_entries_in_large_outputs(missin
         assert report.evaluations <= 210
 
 
+@pytest.mark.parametrize("missing", [0.0, 3e-5])
+def test_a_row_that_three_directions_do_not_explain_is_followed(missing: float) -> None:
+    """Output 1605 is small, and rounding of its terms is not. All analytical entries are off by 1e-6 of their size."""
+    generator = torch.Generator().manual_seed(1)
+    a, b, values = (torch.randn(3000, generator=generator, dtype=torch.float64) for _ in range(3))
+
+    def forward(x: Tensor) -> Tensor:
+        result = a * x + b * x.roll(1)
+        result[1605] += missing * x[40]
+        return result
+
+    func = function(forward, lambda x, grad: (1 + 1e-6) * (a * grad + (b * grad).roll(-1)))
+    report = fastgrad.check(func, values.requires_grad_())
+    if missing:
+        assert worst_entry(report) == (1605, 40)
+    else:
+        assert report.passed
+        assert report.evaluations <= 300
+
+
 @pytest.mark.parametrize("n", [300, 1000])
 def test_a_kink_at_negative_zero_is_no_undecided_error(n: int) -> None:
     x = normal(n).detach()
