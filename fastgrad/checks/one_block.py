@@ -21,7 +21,7 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.linearity import linear_backward, linearity_cotangents
 from fastgrad.verdict.repeated_calls import RepeatedCalls
-from fastgrad.verdict.repeated_rows import agrees_between_graphs
+from fastgrad.verdict.repeated_rows import graphs_agree
 
 MIN_VECTORIZED, MIN_VECTORIZED_ON_DEVICES = 12, 6
 """Least number of rows for which one vectorized VJP takes less time than single VJPs: on the CPU, and on other devices.
@@ -110,7 +110,7 @@ def same_afterwards(
     cotangents, gradients, row: a VJP among others, as from `product_at_hand`.
     """
     _, other = problem.first_other_vjp(cotangents[row][None], [-1], [0], gradients[row][None])
-    return other is None or _graphs_agree(problem, settings, cotangents[row], other[0], gradients[row])
+    return other is None or graphs_agree(problem, settings, other, gradients[row][None], cotangents[row])
 
 
 def same_on_first_graph(problem: Problem, settings: Settings, cotangents: Tensor, gradients: Tensor, row: int) -> bool:
@@ -119,14 +119,8 @@ def same_on_first_graph(problem: Problem, settings: Settings, cotangents: Tensor
     torch's checker also runs backward on its first graph after other evaluations, which may overwrite what this graph
     saved.
     """
-    again = problem.vjp_of_first_graph(cotangents[row][None])[0]
-    return _graphs_agree(problem, settings, cotangents[row], again, gradients[row])
-
-
-def _graphs_agree(
-    problem: Problem | SmallBackward, settings: Settings, cotangent: Tensor, again: Tensor, known: Tensor
-) -> bool:
-    return agrees_between_graphs(problem, settings, again, known, settings.nondet_tol * float(cotangent.abs().sum()))
+    again = problem.vjp_of_first_graph(cotangents[row][None])
+    return graphs_agree(problem, settings, again, gradients[row][None], cotangents[row])
 
 
 def single_rows(backward: WholeBackward) -> Sequence[Rows]:

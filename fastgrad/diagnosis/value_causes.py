@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -76,8 +75,7 @@ def of_sums(comparison: Comparison, words: Wording) -> Iterator[Cause]:
     factor = constant_factor(comparison)
     if factor is not None:
         k, residual = factor
-        measure = f"{_fit_text(residual)}; large entries decide, and small ones were not compared"
-        yield replace(_factor(k, residual, {}, 0.6), measure=measure)
+        yield _factor(k, f"{_fit_text(residual)}; single entries were not compared with it", {}, 0.6)
 
 
 def _zero(words: Wording, count: int, confidence: float, order: int, is_whole: bool = True) -> Cause:
@@ -98,12 +96,12 @@ def _zero(words: Wording, count: int, confidence: float, order: int, is_whole: b
     )
 
 
-def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float, selected: int = 0) -> Cause:
+def _factor(k: float, measure: str, sizes: dict[str, int], confidence: float, selected: int = 0) -> Cause:
     if abs(k + 1) <= EXACT:
         return Cause(
             "sign",
             "every wrong analytical entry is -1 x the numerical one: a sign is wrong",
-            _fit_text(residual),
+            measure,
             confidence + 0.01,
         )
     known = [what for what, size in sizes.items() if size > 2 and abs(k / size - 1) <= EXACT]
@@ -124,7 +122,7 @@ def _factor(k: float, residual: float, sizes: dict[str, int], confidence: float,
         else:
             why += superfluous
     text = f"every wrong analytical entry is {k:.4g} x the numerical one{why}"
-    return Cause("constant factor", text, _fit_text(residual), confidence)
+    return Cause("constant factor", text, measure, confidence)
 
 
 def _fit_text(residual: float) -> str:
@@ -181,7 +179,7 @@ def _of_values(
         text = f"every wrong analytical entry is {k.real:.4g} x the numerical one"
         yield Cause("constant factor", text, f"{count} equal entries", 0.6)
     elif abs(k) > 0 and (is_named or not is_alone):
-        yield _factor(k.real, residual, sizes, 0.6 if is_alone else 0.86, _entries_per_output(sample))
+        yield _factor(k.real, _fit_text(residual), sizes, 0.6 if is_alone else 0.86, _entries_per_output(sample))
         shared = shared_by(sample)
         counts = [size for size in {shared, *sample.output_shape} if size > 1 and shared and shared % size == 0]
         if any(min(abs(k.real * size - 1), abs(k.real / size - 1)) <= EXACT for size in counts):
@@ -231,7 +229,7 @@ def _of_complex(
     conjugate, conjugate_residual = fit(a, n.conj().resolve_conj(), settings)
     if residual <= most_unexplained(k):
         if abs(k.imag) <= RESIDUAL * abs(k):
-            yield _factor(k.real, residual, sizes, 0.86)
+            yield _factor(k.real, _fit_text(residual), sizes, 0.86)
         else:
             yield Cause(
                 "complex factor",

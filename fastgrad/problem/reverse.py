@@ -49,7 +49,7 @@ class ReverseMode(Evaluation):
         expand = len(self.outputs) == 1
         graph = self.vjp_graph()
         match = native.vjp_groups(graph, output.index, self._natives, groups, values, self.n, repeated, scale, expand)
-        self._count(graph, count + repeated)
+        self._note_vjps(graph, count + repeated)
         self.progress.step(count + repeated)
         return match
 
@@ -84,7 +84,7 @@ class ReverseMode(Evaluation):
         rows = torch.empty(count, size, dtype=torch.float64, device=self.device)
         again = torch.empty(repeated, size, dtype=torch.float64, device=self.device)
         match = native.vjp_rows(graph, output.index, natives, first, imaginary, rows, again, scale)
-        self._count(graph, count + repeated)
+        self._note_vjps(graph, count + repeated)
         self.progress.step(count + repeated)
         return rows, again, match
 
@@ -131,7 +131,7 @@ class ReverseMode(Evaluation):
             atol,
             rtol,
         )
-        self._count(graph, whole.vjps)
+        self._note_vjps(graph, whole.vjps)
         self.progress.step(whole.vjps)
         return whole
 
@@ -173,7 +173,7 @@ class ReverseMode(Evaluation):
         """
         graph = self.vjp_graph()
         products, match = native.vjp_coordinates(graph, self._natives, cotangents, layouts, only)
-        self._count(graph, len(only), match)
+        self._note_vjps(graph, len(only), match)
         return products, match
 
     @repeats_if_memory_lacks
@@ -191,10 +191,11 @@ class ReverseMode(Evaluation):
         """
         graph = self.vjp_graph()
         run, other, match = native.first_other_vjp(graph, self._natives, cotangents, only, order, known)
-        self._count(graph, run, match)
+        self._note_vjps(graph, run, match)
         return run, other
 
-    def _count(self, graph: native.Graph, vjps: int, match: native.GradientsMatch | None = None) -> None:
+    def _note_vjps(self, graph: native.Graph, vjps: int, match: native.GradientsMatch | None = None) -> None:
+        """Counts VJPs of a graph, and notes what they have modified and the gradients at unspecified elements."""
         self.modified_cotangent = max(self.modified_cotangent, graph.modified_cotangent)
         self.modified_output = max(self.modified_output, graph.modified_output)
         for entry in match.unspecified.values() if match is not None else ():

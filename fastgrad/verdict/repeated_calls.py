@@ -28,6 +28,7 @@ from fastgrad.verdict.linearity import MEASURED, RESCALED, linearity_cotangents,
 from fastgrad.verdict.negation import nonlinear_component
 from fastgrad.verdict.repeated_rows import (
     agrees_between_graphs,
+    allowed_movement,
     graphs_agree,
     nondeterministic,
     nondeterministic_func,
@@ -245,11 +246,9 @@ class RepeatedCalls:
             number, known = self._outputs[call], self._known[call : call + 1]
             only = None if number < 0 else problem.outputs[number]
             # The cotangent differs from that of the call before, so that the gradient of that call is not right here.
-            cotangent, layouts = 2 * self._cotangents(range(call, call + 1)), [] if call else self._layouts
-            again = problem.vjp_of_older_graph(cotangent, layouts, only) / 2
-            if not torch.equal(again, known) and not graphs_agree(
-                problem, settings, again, known, self._movement(call)
-            ):
+            cotangent, layouts = self._cotangents(range(call, call + 1)), [] if call else self._layouts
+            again = problem.vjp_of_older_graph(2 * cotangent, layouts, only) / 2
+            if not torch.equal(again, known) and not graphs_agree(problem, settings, again, known, cotangent):
                 return nondeterministic(problem.outputs[max(0, number)])
             self._rounding = max(self._rounding, _largest_difference(again, known))
         return None
@@ -294,11 +293,8 @@ class RepeatedCalls:
             return self._settings.nondet_tol
         # A value that is not finite must recur. It does not count for the tolerance.
         rounding = ROUNDING * self._problem.unit_roundoff * largest(known[call].nan_to_num(0.0, 0.0, 0.0))
-        return max(rounding, self._movement(call), self._product_tolerance)
-
-    def _movement(self, call: int) -> float:
-        """The difference between two runs that nondet_tol allows: the sum of those of the rows."""
-        return self._settings.nondet_tol * float(self._cotangents(range(call, call + 1)).abs().sum())
+        movement = allowed_movement(self._settings, self._cotangents(range(call, call + 1)))
+        return max(rounding, movement, self._product_tolerance)
 
     def certificates(self) -> list[Certificate]:
         """What the repeated calls certify, if any were needed."""
@@ -366,7 +362,7 @@ def first_varying(
 ) -> tuple[Block | None, float]:
     """Runs VJPs of rows of cotangents in order, until one gives another gradient than before.
 
-    Returns the output of this VJP, if any, and the largest difference from `known` that counted as rounding.
+    Returns the output of this VJP, if any, and the largest difference from `known` that was allowed.
 
     Parameters
     ----------
@@ -389,11 +385,13 @@ def first_varying(
         done += run
         row = order[done - 1]
         before = known[row : row + 1]
-        if other is not None and differ(other, before, tolerance(row), False):
-            if row in of_this_graph or not graphs_agree(problem, settings, other, before):
+        if other is not None:
+            is_new = differ(other, before, tolerance(row), False)
+            if is_new and (row in of_this_graph or not graphs_agree(problem, settings, other, before, cotangents[row])):
                 return problem.outputs[max(0, only[row])], rounding
             rounding = max(rounding, _largest_difference(other, before))
-            before.copy_(other)
+            if is_new:
+                before.copy_(other)
         of_this_graph.add(row)
     return None, rounding
 

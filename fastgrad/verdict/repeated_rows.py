@@ -162,24 +162,33 @@ def by_inputs(
 
 
 def graphs_agree(
-    problem: Problem | SmallBackward, settings: Settings, again: Tensor, known: Tensor, movement: float | None = None
+    problem: Problem | SmallBackward,
+    settings: Settings,
+    again: Tensor,
+    known: Tensor,
+    cotangent: Tensor | None = None,
 ) -> bool:
-    """Whether VJPs of the same cotangents on two graphs, shape (count, n), agree.
+    """Whether VJPs of a cotangent on two graphs, shape (1, n), agree.
 
-    They need not be equal, because func may have rounded its values differently for the second graph. movement: the
-    allowed difference between two runs; None: nondet_tol.
+    They need not be equal, because func may have rounded its values differently for the second graph. cotangent: shape
+    (m,); None: it is one-hot.
     """
-    movement = settings.nondet_tol if movement is None else movement
+    movement = allowed_movement(settings, cotangent)
     return all(
         agrees_between_graphs(problem, own, left, right, movement)
         for own, left, right in by_inputs(problem.inputs, settings, again, known)
     )
 
 
+def allowed_movement(settings: Settings, cotangent: Tensor | None = None) -> float:
+    """The difference between two runs of a VJP that nondet_tol allows; cotangent: as in `graphs_agree`."""
+    return settings.nondet_tol * (1.0 if cotangent is None else float(cotangent.abs().sum()))
+
+
 def agrees_between_graphs(
     problem: Problem | SmallBackward, own: Tolerances, again: Tensor, known: Tensor, movement: float
 ) -> bool:
-    """As `graphs_agree`, for one input with its tolerances."""
+    """As `graphs_agree`, for one input with its tolerances; movement: the allowed difference between two runs."""
     size = largest(known.nan_to_num(0.0, 0.0, 0.0))
     allowed = SHARE_BETWEEN_GRAPHS * (own.atol + own.rtol * size) + ROUNDING * problem.unit_roundoff * size
     return bool(near(again, known, allowed + movement).all())
