@@ -745,6 +745,28 @@ def test_results_in_examples_are_compared() -> None:
     assert run_examples("```python\n1 + 1  # 2\n1 + 1  # two\nprint(3)\n```\n\n```text\n3\n```") == 2
 
 
+def test_the_message_in_the_readme() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad_output * x
+
+    (printed,) = re.findall(r"```\n(Square: .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    # On a slow machine, another engine would be chosen.
+    with pytest.raises(GradcheckError) as raised:
+        fastgrad.gradcheck(Square.apply, (x,), engine="dense")
+    message = str(raised.value).replace("engine='dense', ", "")
+    assert without_measurements(message) == without_measurements(printed)
+
+
 def parameters(*functions: Callable[..., Any]) -> set[str]:
     signatures = [inspect.signature(function).parameters.values() for function in functions]
     return {one.name for own in signatures for one in own if one.kind is not one.VAR_POSITIONAL}
