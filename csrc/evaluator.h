@@ -133,8 +133,9 @@ class Evaluator {
 
   // J u for several directions u by forward-mode AD: row k of `products` (float64, shape (count, m)) becomes the
   // tangent of the outputs where that of the inputs is row k of directions (float64, shape (count, coordinates of all
-  // inputs)). undefined: for each row the input that gets no tangent, or -1; empty: all get one. Called at a level of
-  // forward-mode AD; the inputs are strided. Returns as tangent_columns does, with the row as the coordinate.
+  // inputs)). undefined: for each row the input that gets no tangent; the number of inputs + b if only input b gets
+  // one; or -1 if all get one. Empty: all get one. Called at a level of forward-mode AD; the inputs are strided.
+  // Returns as tangent_columns does, with the row as the coordinate.
   std::tuple<std::optional<Changed>, bool> jvps(
       const at::Tensor& directions, const std::vector<int64_t>& undefined, const at::Tensor& products,
       const std::vector<OutputSpec>& outputs);

@@ -116,18 +116,21 @@ std::tuple<std::optional<Changed>, bool> Evaluator::jvps(
       directions.size(0) == products.size(0) && directions.size(1) == size_, "jvps: directions must have shape (",
       products.size(0), ", ", size_, "), got ", directions.sizes());
   const auto count = static_cast<size_t>(products.size(0));
-  const auto is_input = [&](int64_t b) { return b >= -1 && b < static_cast<int64_t>(blocks_.size()); };
+  const auto inputs = static_cast<int64_t>(blocks_.size());
+  const auto is_known = [&](int64_t which) { return which >= -1 && which < 2 * inputs; };
   TORCH_CHECK(
-      undefined.empty() || (undefined.size() == count && std::all_of(undefined.begin(), undefined.end(), is_input)),
-      "jvps: undefined must be empty, or one of -1, ..., ", static_cast<int64_t>(blocks_.size()) - 1, " for each of ",
-      count, " directions, got ", undefined);
+      undefined.empty() || (undefined.size() == count && std::all_of(undefined.begin(), undefined.end(), is_known)),
+      "jvps: undefined must be empty, or one of -1, ..., ", 2 * inputs - 1, " for each of ", count, " directions, got ",
+      undefined);
   std::vector<ReusedTensor> tangents(blocks_.size());
   bool domains_match = true;
   for (size_t k = 0; k < count; ++k) {
     const auto row = static_cast<int64_t>(k);
     const at::Tensor direction = directions.select(0, row);
     const auto tangent_of = [&](size_t b, const at::Tensor& primal) {
-      if (!undefined.empty() && undefined[k] == static_cast<int64_t>(b)) {
+      const int64_t which = undefined.empty() ? -1 : undefined[k];
+      const auto input = static_cast<int64_t>(b);
+      if (which >= inputs ? input != which - inputs : input == which) {
         return at::Tensor();
       }
       const at::Tensor& tangent = tangents[b].next([&] { return at::empty_like(primal); });

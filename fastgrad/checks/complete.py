@@ -53,7 +53,12 @@ from fastgrad.verdict.grad_outputs import (
 from fastgrad.verdict.recording import check_new_grad_outputs, check_recorded_gradients, moves_on_one_graph
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import nondeterministic, nondeterministic_func
-from fastgrad.verdict.tangents import modified_tangent, nondeterministic_jvp, repeated_tangents_failure
+from fastgrad.verdict.tangents import (
+    modified_tangent,
+    nondeterministic_jvp,
+    nonlinear_in_inputs,
+    repeated_tangents_failure,
+)
 
 if TYPE_CHECKING:
     from fastgrad.report.evidence import Sample
@@ -267,6 +272,8 @@ def other_checks_failure(problem: Problem, settings: Settings, findings: Finding
     failure = _modified(problem, settings) if block is None else modified_tangent(block)
     if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
+    if failure is None and settings.check_forward_ad:
+        failure = nonlinear_in_inputs(problem, settings)
     if failure is None and settings.check_batched_forward_grad:
         failure = check_batched_tangents(problem, settings)
     if failure is not None or not settings.check_backward_ad:

@@ -36,7 +36,13 @@ from fastgrad.verdict.confirm import Found, difference_along, entry_at, located_
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.negation import negation_failure
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION, nondeterministic_func, nonlinear_sum, raised_for
-from fastgrad.verdict.tangents import changed_sum, combined_tangents, repeated_tangents_failure, sums_certificate
+from fastgrad.verdict.tangents import (
+    OF_INPUTS,
+    changed_sum,
+    combined_tangents,
+    repeated_tangents_failure,
+    sums_certificate,
+)
 
 SMALLEST_SHARE = 1 / 8
 """If an entry is wrong for tangents of one sign, the sum of JVPs that must be zero contains at least this share of the
@@ -91,8 +97,7 @@ class _ForwardScreen:
             except Exception as error:  # a one-hot tangent did not raise
                 raise_unless_of_func(error)
                 return Screening(raised_for("a random tangent", error, "forward"))
-            failure = self._combination_failure(differences.directions, tangents) if attempt == 0 else None
-            failure = failure or (self._earlier_failure() if attempt == 0 else None)
+            failure = self._linearity_failure(differences, tangents) if attempt == 0 else None
             if failure is None and attempt == 0 and bool((self._excess(differences, tangents) > 1).any()):
                 allowed = self._allowed(differences, tangents)
                 failure = repeated_tangents_failure(
@@ -217,12 +222,48 @@ class _ForwardScreen:
         self._pending &= ~verified
 
     def _entry(self, differences: Differences, row: int, k: int, value: float) -> Found:
+        column = self._column(differences.eps, row, differences.directions[k], value)
+        return entry_at(self._problem, self._settings, row, column)
+
+    def _column(self, eps: float, row: int, tangent: Tensor, value: float | None = None) -> int:
+        """The column whose entry explains the error of an output for a tangent; value: this error, if it is known."""
         problem = self._problem
 
         def residual(vector: Tensor) -> float:
-            return difference_along(problem, vector, differences.eps, row) - problem.jvp_coordinates(vector)[row].item()
+            return difference_along(problem, vector, eps, row) - problem.jvp_coordinates(vector)[row].item()
 
-        return entry_at(problem, self._settings, row, locate(residual, differences.directions[k], value))
+        return locate(residual, tangent, residual(tangent) if value is None else value)
+
+    def _linearity_failure(self, differences: Differences, tangents: Tensor) -> Failure | None:
+        """The failure if JVPs do not add up as those of a linear map do."""
+        directions = differences.directions
+        failure = self._combination_failure(directions, tangents) or self._earlier_failure()
+        if failure is not None or self._rows is not None or len(self._problem.inputs) < 2:
+            return failure
+        return self._inputs_failure(differences, tangents[0])
+
+    def _inputs_failure(self, differences: Differences, tangent: Tensor) -> Failure | None:
+        """The failure if the JVP of the first direction is not the sum of those for the tangent of one input at a time.
+
+        A wrong entry is reported if there is one. tangent: the JVP of the first direction, shape (m,).
+        """
+        problem, u = self._problem, differences.directions[0]
+
+        def terms(whole: Tensor) -> Tensor:
+            return torch.cat([-whole[None], problem.separate_jvps(u, undefined=False)])
+
+        found = terms(tangent)
+        failure = self._sum_failure(found, lambda: terms(problem.jvp_coordinates(u)), u, *OF_INPUTS)
+        if failure is None or failure.kind != "nonlinear":
+            return failure
+        row = int(found.sum(0).abs().nan_to_num(torch.inf).argmax())
+        for block in problem.inputs:
+            alone = torch.zeros_like(u)
+            alone[block.slice] = u[block.slice]
+            entry = entry_at(problem, self._settings, row, self._column(differences.eps, row, alone))
+            if entry.remeasured is not None:
+                return located_failure([entry])
+        return failure
 
     def _combination_failure(self, directions: Tensor, tangents: Tensor) -> Failure | None:
         """The failure if the JVP of a combination of directions is not the same combination of their `tangents`."""
@@ -259,13 +300,20 @@ class _ForwardScreen:
 
         return self._sum_failure(terms(tangent), lambda: terms(self._problem.jvp_coordinates(u)), u)
 
-    def _sum_failure(self, terms: Tensor, repeat: Callable[[], Tensor], u: Tensor) -> Failure | None:
+    def _sum_failure(
+        self,
+        terms: Tensor,
+        repeat: Callable[[], Tensor],
+        u: Tensor,
+        when: str = "for a sum of tangents",
+        addends: str = "those of its terms",
+    ) -> Failure | None:
         """The failure if terms, shape (count, m), do not add up to zero: JVPs of tangents, times their factors.
 
         The first term must be the negated sum of the others. If the terms add up to zero within their tolerance, but
         not up to rounding, they are computed again by `repeat`, because one of the JVPs may have been wrong only once.
         If they do not change, an entry may be wrong for tangents of one sign. This searches for such an entry in the
-        JVP of u, shape (n,), and notes the error that may be hidden if none is found.
+        JVP of u, shape (n,), and notes the error that may be hidden if none is found. when, addends: for the message.
         """
         error, sizes = terms.sum(0).abs(), terms.abs().sum(0)
         # Terms that are not finite, or near overflow, are left out: they are compared with differences. But if only one
@@ -285,7 +333,6 @@ class _ForwardScreen:
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             numbers = -terms[0, row].item(), terms[1:, row].sum().item()
-            when, addends = "for a sum of tangents", "those of its terms"
             return nonlinear_sum("forward", block_with(self._problem.outputs, row), row, when, addends, *numbers)
         self._nonlinear = max(self._nonlinear, float(torch.where(doubtful, error, 0.0).amax()) / SMALLEST_SHARE)
         return negation_failure(self._problem, self._settings, "forward", u)

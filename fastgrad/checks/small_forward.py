@@ -29,8 +29,8 @@ MAX_COLUMNS = 256
 
 
 _Tangents = tuple[Tensor, list[int]]
-"""Tangents of all inputs, end to end, for the JVPs of a small check: float64, shape (count, n); and, for each row, the
-index of the input whose tangent is undefined, or -1. The previous row has zeros for this input."""
+"""Tangents of all inputs, end to end, for the JVPs of a small check: float64, shape (count, n); and, for each row,
+which tangents are undefined, as for `ForwardMode.jvps_of`."""
 
 
 def columns_agree(check: SmallCheck) -> bool:
@@ -45,9 +45,9 @@ def columns_agree(check: SmallCheck) -> bool:
     products = _jvps(check, *made)
     if products is None:
         return False
-    tangents, sums, undefined = products.tensor_split([problem.n, problem.n + 2])
+    tangents, sums, others = products.tensor_split([problem.n, problem.n + 2])
     check.tangent_errors = problem.tangent_errors(tangents, columns, settings.atol, settings.rtol)
-    if check.tangent_errors is None or not _as_zero(undefined):
+    if check.tangent_errors is None or not _inputs_agree(check, sums[0], others):
         return False
     if differ(made[0][problem.n : problem.n + 2] @ tangents, sums, settings.atol, False):
         return False
@@ -74,7 +74,7 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
     directions, earlier = differences.directions, check.tangents
     combination, shares = combined_tangents(directions, settings.seed)
     made = torch.cat([directions, combination])
-    made, which = _with_undefined(made, directions[0], _sizes(check), settings.check_undefined_grad)
+    made, which = _with_inputs(made, directions[0], _sizes(check), settings.check_undefined_grad)
     last = slice(-len(made), None)
     if earlier is not None and torch.equal(earlier[0][last], made):  # only the noise was measured since
         products = earlier[2][last]
@@ -88,14 +88,14 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
             check.tangents = torch.cat([rows, made]), before + which, torch.cat([known, products])
             if differ(known[last], products, settings.atol, False):
                 return False
-    tangents, combined, undefined = products.tensor_split([len(directions), len(directions) + 2])
+    tangents, combined, others = products.tensor_split([len(directions), len(directions) + 2])
+    if not _inputs_agree(check, tangents[0], others):
+        return False
     sums = shares[None, :2] @ tangents[:2], -shares[None, 2:] @ combined
     expected = differences.derivatives
     if weight.numel():
         tangents, expected = tangents * weight, expected * weight
-    if differ(tangents, expected, sum_threshold(settings, differences), False) or not _as_zero(undefined):
-        return False
-    if differ(*sums, settings.atol, False):
+    if differ(tangents, expected, sum_threshold(settings, differences), False) or differ(*sums, settings.atol, False):
         return False
     check.certificates.append(sums_certificate(len(directions), bound, settings))
     return True
@@ -150,32 +150,44 @@ def _jvps(check: SmallCheck, rows: Tensor, undefined: list[int]) -> Tensor | Non
     return products if check.domains_match else None
 
 
-def _as_zero(products: Tensor) -> bool:
-    """Whether undefined tangents, in every second row, give the same JVPs as zero tangents, in the rows before."""
-    return torch.equal(products[::2], products[1::2])
+def _inputs_agree(check: SmallCheck, whole: Tensor, products: Tensor) -> bool:
+    """Whether undefined tangents count as zero, and the JVPs for the tangent of one input at a time add up.
+
+    whole: the JVP of the dense tangent, shape (m,). products: the JVPs of the rows that `_with_inputs` adds.
+    """
+    inputs = len(_sizes(check))
+    pairs = 2 * inputs * check.settings.check_undefined_grad
+    separate, undefined = products.tensor_split([len(products) - pairs])
+    if inputs == 2 and pairs:
+        separate = undefined[1::2]  # without a tangent of one input, only the other one has a tangent
+    if not torch.equal(undefined[::2], undefined[1::2]):
+        return False
+    return not len(separate) or not differ(separate.sum(0, keepdim=True), whole[None], check.settings.atol, False)
 
 
 @lru_cache(32)
 def _one_hot_directions(sizes: tuple[int, ...], seed: int, undefined: bool) -> _Tangents:
-    """One-hot tangents of all coordinates, the two of `TangentLinearityTest`, and rows for undefined tangents."""
+    """One-hot tangents of all coordinates, the two of `TangentLinearityTest`, and the rows of `_with_inputs`."""
     n = sum(sizes)
     dense = tangent_directions(n, seed, torch.device("cpu"))
     rows = torch.cat([torch.eye(n, dtype=torch.float64), dense])
-    return _with_undefined(rows, dense[0], sizes, undefined)
+    return _with_inputs(rows, dense[0], sizes, undefined)
 
 
-def _with_undefined(rows: Tensor, dense: Tensor, sizes: tuple[int, ...], undefined: bool) -> _Tangents:
-    """The rows and, for each input, two copies of the dense row.
+def _with_inputs(rows: Tensor, dense: Tensor, sizes: tuple[int, ...], undefined: bool) -> _Tangents:
+    """The rows, and copies of the dense row: first, for each of several inputs, with a tangent of this input only.
 
-    In the first copy, the tangent of this input is zero. In the second copy, it is undefined.
+    If undefined tangents are checked, the other tangents of these copies are undefined; otherwise, they are zero. And
+    there are two more copies for each input: in the first one, the tangent of this input is zero, and in the second
+    one, it is undefined. For two inputs, the latter replace the first copies.
     """
-    which = [-1] * rows.shape[0]
-    if not undefined:
-        return rows, which
-    others = dense.repeat(2 * len(sizes), 1)
-    first = 0
-    for k, size in enumerate(sizes):
-        others[2 * k : 2 * k + 2, first : first + size] = 0.0
-        which += [-1, k]
-        first += size
-    return torch.cat([rows, others]), which
+    inputs = len(sizes)
+    separate = 0 if inputs == 1 or (inputs == 2 and undefined) else inputs
+    which = [-1] * rows.shape[0] + [inputs + k if undefined else -1 for k in range(separate)]
+    numbers = torch.arange(inputs)
+    parts = torch.where(numbers.repeat_interleave(torch.tensor(sizes)) == numbers[:, None], dense, 0.0)
+    made = [rows, parts[:separate]]
+    if undefined:
+        made.append((dense - parts).repeat_interleave(2, 0))
+        which += [one for k in range(inputs) for one in (-1, k)]
+    return torch.cat(made), which

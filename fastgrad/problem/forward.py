@@ -138,7 +138,7 @@ class ForwardMode(Evaluation):
         """J u for directions u (float64, shape (count, n)) by forward-mode AD: float64, shape (count, m).
 
         This takes one evaluation per direction. undefined: for each direction, the index of an input that gets no
-        tangent, or -1; empty: all inputs get one.
+        tangent; the number of inputs + the index of the only input that gets one; or -1. Empty: all inputs get one.
         """
         self._recorded = None
         self._require_forward_ad()
@@ -179,6 +179,17 @@ class ForwardMode(Evaluation):
         """The first input whose tangent a call of `jvps_of` changed."""
         number = self._evaluator.modified_tangent
         return self.inputs[number] if number >= 0 else None
+
+    def separate_jvps(self, direction: Tensor, undefined: bool) -> Tensor:
+        """The JVPs of the tangent of one input at a time: float64, shape (inputs, m). They add up to J u.
+
+        undefined: whether the tangents of the other inputs are undefined, or zero.
+        """
+        count = len(self.inputs)
+        tangents = direction.new_zeros(count, self.n)
+        for tangent, block in zip(tangents, self.inputs, strict=True):
+            tangent[block.slice] = direction[block.slice]
+        return self.jvps_of(tangents, range(count, 2 * count) if undefined else ())
 
     def jvp_coordinates(self, direction: Tensor) -> Tensor:
         """J u for one direction u, shape (n,): float64, shape (m,)."""

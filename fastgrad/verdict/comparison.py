@@ -70,8 +70,8 @@ class Findings:
         VJPs that were run and may not be compared with rows: cotangents and gradients, float64, shapes (count, m) and
         (count, n).
     tangents
-        JVPs that were run: tangents of the inputs, float64, shape (count, n); for each JVP, the index of the input
-        whose tangent was undefined, or -1; and tangents of the outputs, shape (count, m).
+        JVPs that were run: tangents of the inputs, float64, shape (count, n); for each JVP, which tangents were
+        undefined, as for `ForwardMode.jvps_of`; and tangents of the outputs, shape (count, m).
     """
 
     notes: list[str] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -166,17 +166,51 @@ def nonlinear_parts(problem: Problem, settings: Settings, u: Tensor) -> Failure 
     """The failure if the JVP of u, shape (n,), is not the sum of the JVPs of two parts of u, which are run scaled."""
     some = direction(u.numel(), settings.seed, TANGENT_STREAM, halved=True).to(u.device)
     part = torch.where(some == 0, 0.0, u)
-    parts = torch.stack([u, REPEAT_SCALE * part, REPEAT_SCALE * (u - part)])
-    products = problem.jvps_of(parts)
-    addends = products[1:] / REPEAT_SCALE
-    error, sizes = (products[0] - addends.sum(0)).abs(), products[0].abs() + addends.abs().sum(0)
-    own = settings.loosest()
-    wrong = (error > own.atol + own.rtol * sizes) & error.isfinite()
-    if not bool(wrong.any()) or not torch.equal(problem.jvps_of(parts), products):
+    parts = torch.stack([REPEAT_SCALE * part, REPEAT_SCALE * (u - part)])
+
+    def terms() -> Tensor:
+        return torch.cat([-problem.jvp_coordinates(u)[None], problem.jvps_of(parts) / REPEAT_SCALE])
+
+    return _nonlinear_terms(problem, settings, terms, "for a tangent", _OF_PARTS)
+
+
+@phase("linearity of jvp")
+def nonlinear_in_inputs(problem: Problem, settings: Settings) -> Failure | None:
+    """The failure if the JVP of a tangent is not the sum of the JVPs for the tangent of one input at a time.
+
+    The tangents of the other inputs are undefined if `check_undefined_grad` is set, and zero otherwise.
+    """
+    if len(problem.inputs) < 2:
         return None
-    row = int((error / (own.atol + own.rtol * sizes)).masked_fill(~wrong, 0.0).argmax())
-    numbers = products[0, row].item(), addends[:, row].sum().item()
-    return nonlinear_sum("forward", block_with(problem.outputs, row), row, "for a tangent", _OF_PARTS, *numbers)
+    u = direction(problem.n, settings.seed, TANGENT_STREAM, device=problem.device)
+
+    def terms() -> Tensor:
+        return torch.cat([-problem.jvp_coordinates(u)[None], problem.separate_jvps(u, settings.check_undefined_grad)])
+
+    return _nonlinear_terms(problem, settings, terms, *OF_INPUTS)
+
+
+OF_INPUTS = "for tangents of all inputs", "those for the tangent of one input at a time"
+"""When a JVP is compared with those of single inputs, and the latter, for messages."""
+
+
+def _nonlinear_terms(
+    problem: Problem, settings: Settings, terms: Callable[[], Tensor], when: str, addends: str
+) -> Failure | None:
+    """The failure if JVPs, of which the first is negated, do not add up to zero, but are the same if run again.
+
+    terms: runs them; float64, shape (count, m). when, addends: as for `nonlinear_sum`.
+    """
+    first = terms()
+    error, sizes = first.sum(0).abs(), first.abs().sum(0)
+    own = settings.loosest()
+    allowed = own.atol + own.rtol * sizes
+    wrong = ~(error <= allowed) & first[0].isfinite()
+    if not bool(wrong.any()) or not torch.equal(terms().nan_to_num(), first.nan_to_num()):
+        return None
+    row = int((error / allowed).nan_to_num(torch.inf).masked_fill(~wrong, 0.0).argmax())
+    numbers = -first[0, row].item(), first[1:, row].sum().item()
+    return nonlinear_sum("forward", block_with(problem.outputs, row), row, when, addends, *numbers)
 
 
 def repeated_tangents_failure(
@@ -189,9 +223,8 @@ def repeated_tangents_failure(
 ) -> Failure | None:
     """The failure if JVPs, run again, differ from earlier ones by more than `allowed`.
 
-    directions: tangents of the inputs, float64, shape (count, n). undefined: for each JVP, the index of the input
-    whose tangent was undefined, or -1. products: earlier tangents of the outputs, shape (count, m). allowed: of the
-    same shape; None: the tolerances of entries.
+    directions: tangents of the inputs, float64, shape (count, n). undefined: as for `ForwardMode.jvps_of`. products:
+    earlier tangents of the outputs, shape (count, m). allowed: of the same shape; None: the tolerances of entries.
     """
     again = problem.jvps_of(directions, undefined)
     close = near(again, products, settings.loosest().allowed(products.abs()) if allowed is None else allowed)

@@ -222,7 +222,7 @@ def test_second_derivatives_by_forward_over_reverse_exploit_sparsity() -> None:
     keywords = {"check_fwd_over_rev": True, "check_rev_over_rev": False, "check_undefined_grad": False}
     report = fastgrad.check(torch.sin, (leaf(SIZE),), order=2, **keywords)
     assert report.passed
-    assert report.jvps <= 12
+    assert report.jvps <= 14
 
 
 def test_complex_tensors_use_the_dense_engine() -> None:

@@ -138,3 +138,65 @@ def test_a_wrong_entry_of_a_sum_is_located(error: float) -> None:
         found = fastgrad.check(Weighted.apply, x, fast_mode=True, seed=seed, **FORWARD)
         assert found.failure is not None, f"seed {seed}: {found}"
         assert "d inputs[0][7]" in str(found)
+
+
+def product_with_jvp(change: Callable[[list[Tensor | None]], float], defined: bool) -> Any:
+    """The product of its inputs; change: the factor of the jvp for some tangents, None for undefined ones.
+
+    defined: whether the jvp gets zeros for undefined tangents.
+    """
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(*factors: Tensor) -> Tensor:
+            return torch.stack(factors).prod(0)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_forward(*inputs)
+            ctx.set_materialize_grads(defined)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+            factors = torch.stack(ctx.saved_tensors)
+            terms = [factors.prod(0) / x * u for x, u in zip(factors, tangents, strict=True) if u is not None]
+            return change(list(tangents)) * torch.stack(terms).sum(0)
+
+    return Product.apply
+
+
+def only_of(which: int) -> Callable[[list[Tensor | None]], float]:
+    def change(tangents: list[Tensor | None]) -> float:
+        nonzero = [k for k, tangent in enumerate(tangents) if tangent is not None and tangent.any()]
+        return 1.5 if nonzero == [which] else 1.0
+
+    return change
+
+
+@pytest.mark.parametrize("undefined", [False, True])
+@pytest.mark.parametrize("size", [3, 300])
+@pytest.mark.parametrize(("inputs", "which"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+def test_a_jvp_that_is_wrong_if_only_one_input_has_a_tangent(
+    inputs: int, which: int, size: int, undefined: bool
+) -> None:
+    factors = tuple(1 + torch.rand(size, dtype=torch.float64).requires_grad_() for _ in range(inputs))
+    func = product_with_jvp(only_of(which), defined=True)
+    found = fastgrad.check(func, factors, fast_mode=True, check_undefined_grad=undefined, **FORWARD)
+    assert found.failure is not None
+    assert (found.failure.kind, found.failure.input) == ("mismatch", which)
+
+
+def test_a_jvp_that_is_wrong_for_two_undefined_tangents() -> None:
+    def change(tangents: list[Tensor | None]) -> float:
+        return 1.5 if tangents.count(None) == 2 else 1.0
+
+    func = product_with_jvp(change, defined=False)
+    for size in (3, 300):
+        factors = tuple(1 + torch.rand(size, dtype=torch.float64).requires_grad_() for _ in range(3))
+        for fast_mode in (False, True):
+            found = fastgrad.check(func, factors, fast_mode=fast_mode, **FORWARD)
+            assert found.failure is not None
+            assert found.failure.kind == "nonlinear"
+            assert "for tangents of all inputs" in str(found)
+            # As in torch, undefined tangents are not tested if check_undefined_grad=False.
+            assert fastgrad.check(func, factors, fast_mode=fast_mode, check_undefined_grad=False, **FORWARD).passed

@@ -436,10 +436,10 @@ class Evaluator:
                 f"jvps: directions must be float64 and have shape ({len(products)}, {self._size}), got "
                 f"{directions.dtype} of shape {tuple(directions.shape)}"
             )
-        inputs = range(-1, len(self._blocks))
-        if undefined and not (len(undefined) == len(products) and all(b in inputs for b in undefined)):
+        known = range(-1, 2 * len(self._blocks))
+        if undefined and not (len(undefined) == len(products) and all(which in known for which in undefined)):
             raise RuntimeError(
-                f"jvps: undefined must be empty, or one of -1, ..., {len(self._blocks) - 1} for each of "
+                f"jvps: undefined must be empty, or one of -1, ..., {known[-1]} for each of "
                 f"{len(products)} directions, got {list(undefined)}"
             )
         domains_match, tangents = True, dict[int, Tensor]()
@@ -465,7 +465,7 @@ class Evaluator:
         duals = {}
         for b, block in enumerate(self._blocks):
             dual = block.argument.detach()
-            if b != undefined:
+            if b != undefined if undefined < len(self._blocks) else b == undefined - len(self._blocks):
                 tangents[b] = reused(tangents.get(b), torch.empty_like(dual))
                 ops.unflatten_(tangents[b], direction[block.first : block.first + block.size])
                 dual = make_dual(dual, tangents[b])
