@@ -11,7 +11,7 @@ from torch import Tensor
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import Layout
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.random import EVIDENCE_STREAM, direction
+from fastgrad.core.random import EVIDENCE_STREAM, RandomState, direction
 from fastgrad.diagnosis.autograd_graph import copied_gradients, written_gradients
 from fastgrad.diagnosis.experiments import Experiments
 from fastgrad.engines.grad_output_kinds import CONSTANT
@@ -69,11 +69,16 @@ class BackwardExperiments(Experiments):
 
     def _repeated(self, v: Tensor) -> None:
         graphs = []
+        draws = False
         for count in RUNS:
             self._problem.evaluate(True)  # the next VJP makes a new graph
-            graphs.append([self._vjp(v) for _ in range(count)])
+            graph = [self._vjp(v)]
+            state = RandomState()  # func may have drawn until here
+            graph += [self._vjp(v) for _ in range(count - 1)]
+            draws = draws or state.has_changed()
+            graphs.append(graph)
         first = graphs[0][0]
-        self._note(runs=tuple(tuple(_deviation(run, first) for run in graph) for graph in graphs))
+        self._note(runs=tuple(tuple(_deviation(run, first) for run in graph) for graph in graphs), draws=draws)
 
     def _after_others(self, v: Tensor) -> None:
         before = self._vjp(v)

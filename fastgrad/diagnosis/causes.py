@@ -307,7 +307,14 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
         return
     runs = [deviation for graph in graphs for deviation in graph]
     measure = f"{len(runs)} runs of one VJP differ by up to {max(runs):.1e}, relative to the gradient"
-    if all(graph == graphs[0][: len(graph)] for graph in graphs):
+    if evidence.draws:  # if func sets the seed, these runs repeat like those of a backward that writes what it reads
+        yield Cause(
+            "nondeterminism",
+            "backward draws random numbers: draw them in forward, and save them for backward",
+            measure,
+            0.97,
+        )
+    elif all(graph == graphs[0][: len(graph)] for graph in graphs):
         yield Cause(
             "saved tensor",
             "backward changes what it reads: a tensor that forward saved, or state on ctx",
@@ -324,7 +331,7 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     else:
         reasons = "look for random numbers, state, missing synchronization, or uninitialized memory"
         if max(runs) < AS_ROUNDING:
-            reasons = "look for atomic additions in a varying order, or missing synchronization"
+            reasons = "look for atomic additions in a varying order, missing synchronization, or uninitialized memory"
         yield Cause("nondeterminism", f"repeated calls of backward give different values: {reasons}", measure, 0.95)
 
 

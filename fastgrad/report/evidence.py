@@ -152,6 +152,8 @@ class Evidence(EqualByContent):
         The largest difference between the outputs of two evaluations at x.
     runs
         Per graph, the deviations of its gradients from the first gradient of the first graph.
+    draws
+        Whether backward draws random numbers from torch's CPU generator.
     vanishes
         Whether the gradient is zero at the input elements of all failing entries.
     after_others
@@ -207,6 +209,7 @@ class Evidence(EqualByContent):
     calls: int = 0
     func_varies: float | None = None
     runs: tuple[tuple[float, ...], ...] | None = None
+    draws: bool | None = None
     vanishes: bool | None = None
     after_others: float | None = None
     scaled: tuple[tuple[float, float, float], ...] | None = None

@@ -28,10 +28,7 @@ _UNDEFINED_NOTE = (
     "An undefined grad_output means zero. It is passed to backward as None, or as zeros with "
     "ctx.set_materialize_grads(True), the default."
 )
-_NONDET_NOTE = (
-    "If the operator is nondeterministic by design (for example, because of atomic additions), pass nondet_tol; "
-    "otherwise look for state or uninitialized memory in backward."
-)
+_NONDET_NOTE = "If this is intended (for example, because of atomic additions), pass nondet_tol."
 
 MAX_CAUSES = 3
 """Largest number of probable causes that are printed."""
@@ -465,9 +462,10 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
     if failure.kind == "nondeterministic":
         if forward:
             return f"The jvp is not deterministic: {failure.detail}."
+        otherwise = "" if report.causes else " Otherwise look for state or uninitialized memory in backward."
         return (
             "Backward is not reentrant, i.e., two runs with the same inputs and grad_output give different values. "
-            f"The tolerance for nondeterminism was {report.settings.nondet_tol}.\n{_NONDET_NOTE}"
+            f"The tolerance for nondeterminism was {report.settings.nondet_tol}.\n{_NONDET_NOTE}{otherwise}"
         )
     side = "inputs" if forward else "outputs"
     part = "" if failure.part == "all" else f"While considering the {failure.part} part of complex {side} only, "

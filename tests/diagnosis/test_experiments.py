@@ -245,6 +245,32 @@ def test_state_on_ctx_is_no_saved_tensor() -> None:
     assert cause.text.startswith("backward changes what it reads: a tensor that forward saved, or state on ctx")
 
 
+@pytest.mark.parametrize("sets_seed", [False, True])
+def test_a_backward_that_draws_random_numbers(sets_seed: bool) -> None:
+    apply = function(torch.sin, lambda g, x: g * x.cos() * (1 + torch.rand(x.shape, dtype=x.dtype)))
+
+    def func(x: Tensor) -> Tensor:
+        if sets_seed:  # then the first backward after each forward gives the same gradient
+            torch.manual_seed(0)
+        y: Tensor = apply(x)
+        return y
+
+    (cause,) = check(func, leaf(5), Settings()).causes
+    assert cause.text == "backward draws random numbers: draw them in forward, and save them for backward"
+
+
+def test_a_func_that_draws_random_numbers_is_no_backward_that_does() -> None:
+    overwriting = OfGraph.apply
+
+    def func(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        y: Tensor = overwriting(x * (1 + torch.rand(x.shape, dtype=x.dtype)))
+        return y
+
+    (cause,) = check(func, leaf(5), Settings()).causes
+    assert cause.name == "saved tensor"
+
+
 def test_a_backward_that_is_wrong_in_some_calls() -> None:
     calls = 0
 
@@ -255,6 +281,21 @@ def test_a_backward_that_is_wrong_in_some_calls() -> None:
 
     (cause,) = check(function(torch.sin, backward), leaf(5), Settings()).causes
     assert cause.text.startswith("repeated calls of backward give different values: ")
+
+
+def test_small_differences_may_come_from_uninitialized_memory() -> None:
+    calls = 0
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        unused = x.new_tensor([1e-310 * (calls % 5)])  # uninitialized memory often holds such numbers
+        return torch.cat([g * x[1:].cos(), unused])
+
+    report = check(function(lambda x: x[:-1].sin(), lambda g, x: backward(g, x.roll(1))), leaf(5), Settings())
+    assert report.failure is not None
+    assert report.failure.kind == "nondeterministic"
+    assert "uninitialized memory" in report.causes[0].text
 
 
 def one_input(**keywords: Any) -> Report:
