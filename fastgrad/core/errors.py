@@ -95,6 +95,11 @@ def as_raised(error: BaseException) -> BaseException:
     return error.__cause__ if stopped and error.__cause__ is not None else error
 
 
+def text_of(error: BaseException) -> str:
+    """The type of an exception, and its message if it has one."""
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns about the line that called into fastgrad, no matter how many frames of fastgrad lie between."""
     frame, level = sys._getframe(1), 2

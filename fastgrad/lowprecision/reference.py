@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native
-from fastgrad.core.errors import raise_if_transient, unless_rejected
+from fastgrad.core.errors import raise_if_transient, text_of, unless_rejected
 from fastgrad.core.memory import Result
 from fastgrad.core.random import RandomState
 from fastgrad.lowprecision.rounding import Arithmetic, largest_number, smallest_subnormal, unit_roundoff
@@ -58,7 +58,7 @@ def comparable(name: str, run: Callable[[], Result]) -> Result:
         raise
     except Exception as error:
         raise_if_transient(error, run)
-        raise IncomparableError(f"{name} raises {type(error).__name__}: {error}") from error
+        raise IncomparableError(f"{name} raises {text_of(error)}") from error
 
 
 @contextmanager

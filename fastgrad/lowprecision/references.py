@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from fastgrad.core.errors import text_of
 from fastgrad.lowprecision.reference import IncomparableError, Reference
 from fastgrad.lowprecision.rounding import DOUBLE
 from fastgrad.problem.arguments import Call, flatten
@@ -108,4 +109,4 @@ def _function(func: Callable[..., Any], wanted: Wanted, doubled: Doubled) -> tup
     try:
         return doubled(function) if isinstance(function, Module) else function, name
     except Exception as error:
-        raise IncomparableError(f"the module cannot be copied: {type(error).__name__}: {error}") from error
+        raise IncomparableError(f"the module cannot be copied: {text_of(error)}") from error

@@ -172,15 +172,15 @@ def _forwards_differ(comparison: Comparison, coordinate: int, ratio: float, outc
     if not math.isfinite(found) and math.isfinite(expected):
         outcome.note(
             undecided=f"an output of func is not finite, but that of the reference is: {both}",
-            remedy="make the inputs smaller, or compute intermediate results in a wider dtype; if the "
-            "kernel computes another function, pass that function as reference=",
+            remedy="make the inputs smaller, or compute intermediate results in a wider dtype; if "
+            "func is meant to compute another function than the reference, pass that function as reference=",
         )
         return
     times = f"; this difference is {ratio:.2g} times what rounding explains" if ratio < MAX_TIMES else ""
     outcome.note(
         undecided=f"func and the reference are different functions: {both}{times}",
-        remedy="pass the function that the kernel computes as reference=; if it is this function, look for an error "
-        "in the forward",
+        remedy="pass the function that func is meant to compute as reference=; if the reference is this function, look "
+        "for an error in func itself",
     )
 
 
@@ -243,7 +243,7 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
         outcome.note(
             undecided="the gradient of a sum over outputs differs by more than rounding of the reference explains, "
             "but no single row does",
-            remedy="check whether the kernel accumulates in the lower dtype; if so, pass a reference= that also does",
+            remedy="check whether func accumulates in the lower dtype; if so, pass a reference= that also does",
         )
         return
     outcome.fail("beyond rounding", worst, "the error is only in the gradient of a sum over outputs")

@@ -61,12 +61,13 @@ def _compared(precision: LowPrecision) -> str:
 def verdict(kind: FailureKind, precision: LowPrecision) -> str:
     """The middle of a failure's first line."""
     entries = "1 entry" if precision.wrong == 1 else f"{precision.wrong:,} entries"
+    # With differences, the search ends with the first wrong entry.
+    where = f"{entries} of {precision.products:,} VJPs" if precision.reference else f"at least {entries}"
     if kind == "not finite":
-        return f"is not finite in {entries} of {precision.products:,} VJPs"
+        return f"is not finite in {where}"
     if kind == "biased":
         return "is wrong by a common factor"
-    dtypes = ", ".join(precision.dtypes)
-    return f"is wrong in {entries} of {precision.products:,} VJPs, by more than rounding to {dtypes} explains"
+    return f"is wrong in {where}, by more than rounding to {', '.join(precision.dtypes)} explains"
 
 
 def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
@@ -77,7 +78,7 @@ def key_phrase(kind: FailureKind, precision: LowPrecision | None) -> str:
         return f"the gradient is not finite, but {by}"
     if kind == "biased":
         return "the mean of all entries differs from the reference by more than rounding explains"
-    other = "the reference" if has_reference else "differences"
+    other = "the reference" if has_reference else "the numerical one"
     return f"the gradient differs from {other} by more than rounding explains"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from fastgrad._version import __version__
 from fastgrad.api.checkers import check
+from fastgrad.core.errors import text_of
 from fastgrad.problem.validation import check_seed
 from fastgrad.report.report import Report
 from fastgrad.report.variants import VariantsReport
@@ -288,8 +289,7 @@ def _stdout_to_stderr(options: argparse.Namespace) -> contextlib.AbstractContext
 
 
 def _print_exception(options: argparse.Namespace, name: str, error: BaseException) -> None:
-    said = f"{type(error).__name__}: {error}"
-    print(f"fastgrad check: {name} of {options.function} raised {said}", file=sys.stderr)
+    print(f"fastgrad check: {name} of {options.function} raised {text_of(error)}", file=sys.stderr)
     if options.traceback:
         traceback.print_exception(error)
 

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgrad.core.errors import text_of
+
 
 class SpecError(ValueError):
     """An invalid specification, described in one sentence."""
@@ -115,7 +117,7 @@ def find(text: str) -> Any:
             try:
                 found = found()
             except (Exception, SystemExit) as error:
-                raise SpecError(f"calling {name} raised {type(error).__name__}: {error}") from error
+                raise SpecError(f"calling {name} raised {text_of(error)}") from error
     return found
 
 
@@ -144,7 +146,7 @@ def _module(where: str) -> Any:
             raise SpecError(f"there is no module {where!r} (python also looked in {directory})") from None
         raise SpecError(f"importing {where} raised ModuleNotFoundError: {error}") from error
     except (Exception, SystemExit) as error:
-        raise SpecError(f"importing {where} raised {type(error).__name__}: {error}") from error
+        raise SpecError(f"importing {where} raised {text_of(error)}") from error
 
 
 def parse_input(text: str, generator: torch.Generator, device: torch.device | str) -> tuple[Any, ...]:

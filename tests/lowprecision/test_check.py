@@ -713,7 +713,7 @@ def test_sums_that_accumulate_in_the_lower_dtype(count: int, verdict: str) -> No
     report = fastgrad.check(Expanded.apply, normal(1, dtype=torch.bfloat16), reference=expanded, fast_mode=True)
     assert report.verdict == verdict, str(report)
     if verdict == "undecided":
-        assert "check whether the kernel accumulates in the lower dtype" in str(report)
+        assert "check whether func accumulates in the lower dtype" in str(report)
     if verdict == "failed":
         assert "the error is only in the gradient of a sum over outputs" in str(report)
 

@@ -48,9 +48,21 @@ def test_right_and_wrong_functions(dtype: torch.dtype) -> None:
         wrong = fastgrad.check(in_this_dtype_only(dtype, slope), x)
         assert wrong.failure is not None, str(wrong)
         assert wrong.failure.kind == "beyond rounding"
+        # All twelve entries are wrong; the search ends with the first.
+        assert "is wrong in at least 1 entry, by more than rounding" in str(wrong)
         worst = wrong.precision.worst  # type: ignore[union-attr]
         assert worst is not None
         assert worst.found.real == pytest.approx(factor * worst.expected.real, rel=0.1, abs=1e-6)
+
+
+def test_an_exception_without_a_message_has_no_colon_in_the_note() -> None:
+    def func(x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            raise RuntimeError
+        return 2 * x
+
+    (note,) = fastgrad.check(func, normal(3, dtype=torch.float32)).notes
+    assert note.endswith("func in float64 raises RuntimeError")
 
 
 class OneComplexDtype(torch.autograd.Function):
