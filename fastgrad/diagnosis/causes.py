@@ -113,7 +113,10 @@ _OF_ISSUES = {
 
 
 def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
-    if evidence.func_varies:
+    worst = failure.comparison.worst if failure.comparison else None
+    # If the worst entry was measured in spite of the variation, the variation is not the reason for its difference.
+    is_measured = worst is not None and worst.error is not None and worst.difference > worst.allowed + worst.error
+    if evidence.func_varies and not is_measured:
         yield Cause(
             "nondeterminism",
             f"{varying(settings)} gives different values for the same inputs: look for random numbers, state, "
@@ -131,7 +134,6 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
         )
     elif failure.numerical_issue is not None and failure.numerical_issue != "not converged":
         yield Cause(failure.numerical_issue, failure.detail, *_OF_ISSUES[failure.numerical_issue])
-    worst = failure.comparison.worst if failure.comparison else None
     own = settings.of(failure.input or 0)
     if worst is not None and evidence.slopes:
         yield from _of_stairs(own.eps, worst, evidence.slopes)
@@ -305,6 +307,8 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     graphs = evidence.runs
     if graphs is None or not max(map(max, graphs)) > settings.nondet_tol:
         return
+    if evidence.func_varies and all(len(set(graph)) == 1 for graph in graphs):
+        return  # the gradients vary because func does
     runs = [deviation for graph in graphs for deviation in graph]
     measure = f"{len(runs)} runs of one VJP differ by up to {max(runs):.1e}, relative to the gradient"
     if evidence.draws:  # if func sets the seed, these runs repeat like those of a backward that writes what it reads

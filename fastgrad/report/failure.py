@@ -48,6 +48,9 @@ FailureKind = Literal[
 NumericalIssue = Literal["kink", "discontinuity", "low precision", "not converged", "not finite"]
 """Special properties of a derivative that re-measuring with many steps found."""
 
+FUNC_VARIES = "func is not deterministic: evaluated again at the same points, it gives other values"
+"""The detail of a mismatch that the variation of func may explain."""
+
 
 def modulus(value: complex) -> float:
     """|value|; abs() raises for some complex infinities and NaNs."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fastgrad.report import rounding_text
 from fastgrad.report.data import Certificate, Pair, ReportData
 from fastgrad.report.failure import (
+    FUNC_VARIES,
     Comparison,
     Entry,
     Extent,
@@ -223,7 +224,8 @@ def failure_message(report: ReportData) -> str:
     if failure.comparison is not None:
         lines = [_first_line(report, failure, failure.comparison), *lines]
         lines += _details(report, failure, failure.comparison)
-        if failure.detail and not (failure.numerical_issue and report.causes):  # otherwise a cause states the detail
+        states_property = failure.numerical_issue or failure.detail == FUNC_VARIES
+        if failure.detail and not (states_property and report.causes):  # otherwise a cause states the detail
             lines.append(f"  because    {failure.detail}")
     elif failure.kind in BY_ROUNDING and report.precision is not None and report.precision.worst is not None:
         names = names_of(report, failure)
@@ -254,10 +256,11 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     details = ", ".join(filter(None, (tensor, part)))
     kind = f" ({details})" if details else ""
     verdict = f"is wrong in {_wrong(comparison)} of the Jacobian"
-    if failure.numerical_issue == "not converged":
+    if failure.numerical_issue == "not converged" or failure.detail == FUNC_VARIES:
         noun = "gradient" if failure.mode == "reverse" else "derivative"
         what = "numerical gradient of" if failure.mode == "reverse" else "numerical derivative with respect to"
-        verdict = f"does not converge; it differs from the analytical {noun} in {_extent(comparison)} of the Jacobian"
+        verdict = "varies from call to call" if failure.detail == FUNC_VARIES else "does not converge"
+        verdict += f"; it differs from the analytical {noun} in {_extent(comparison)} of the Jacobian"
     return _with_cause(report, f"{_function(report)}: {what} {input_}{kind}{through} {verdict}")
 
 

@@ -14,7 +14,7 @@ from fastgrad.engines.ridders import LARGEST_STEP, Refinement, measured, settled
 from fastgrad.engines.stairs import mark_stairs
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.failure import Difference, Entry, NumericalIssue, digits_apart, modulus
+from fastgrad.report.failure import FUNC_VARIES, Difference, Entry, NumericalIssue, digits_apart, modulus
 from fastgrad.report.settings import Tolerances
 
 MAX_UNDECIDED_ERROR = 64.0
@@ -347,7 +347,7 @@ def _numerical_issue(found: _Remeasured, worst: int) -> tuple[str, NumericalIssu
             "not converged",
         )
     if moved:
-        return "func is not deterministic: evaluated again at the same points, it gives other values", None
+        return FUNC_VARIES, None
     return "", None
 
 
