@@ -16,7 +16,7 @@ from fastgrad.core.precision import LOWER
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.signature import function_name
 from fastgrad.problem.validation import as_bool, as_float, check_seed, is_integer
-from fastgrad.report.settings import GradOutputs, Settings, Tolerances
+from fastgrad.report.settings import UNNAMED, GradOutputs, Settings, Tolerances
 
 _DEFAULTS = (Tolerances.eps, Tolerances.atol, Tolerances.rtol)
 
@@ -119,7 +119,7 @@ def with_precision(settings: Settings, reference: Any, reference_device: Any, pr
         check_callable(reference)
     if precision == "strict" and not (reference is None and reference_device is None):
         raise ValueError("precision='strict' uses tolerances, not a reference: do not pass reference=.")
-    name = reference if reference is None or isinstance(reference, str) else function_name(reference) or "a function"
+    name = reference if reference is None or isinstance(reference, str) else function_name(reference) or UNNAMED
     try:
         device = None if reference_device is None else str(torch.device(reference_device))
     except (RuntimeError, TypeError, ValueError) as error:

@@ -82,11 +82,13 @@ def _zero(words: Wording, count: int, confidence: float, order: int, is_whole: b
     """The cause if wrong entries are zero; is_whole: whether all entries of their input elements may be zero."""
     why = "a term is missing"
     if is_whole:
-        why += words.of_backward(", or backward returns None or excludes these elements")
+        why += words.of_backward(
+            f", or backward returns None or excludes {'this element' if count == 1 else 'these elements'}"
+        )
     if order > 1:
         why = (
-            "a term is missing, or backward treats a value as a constant; look for detach(), .data, no_grad(), and for "
-            "tensors kept on ctx without save_for_backward"
+            "a term is missing, or backward treats a value as a constant; look for detach(), .data, no_grad(), "
+            "@once_differentiable, and for tensors kept on ctx without save_for_backward"
         )
     return Cause(
         "zero gradient",

@@ -201,8 +201,8 @@ def _whole(
             experiments.explain(wrong)
         elif wrong is not None and _any_wrong(operations):
             remarks.append(
-                "the gradient of the loss is wrong, perhaps only because of these operations: correct them, and check "
-                "again"
+                "the gradient of the loss is wrong, perhaps only because of the wrong operations: correct them, and "
+                "check again"
             )
     return whole.result(found), experiments
 

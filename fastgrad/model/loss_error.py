@@ -135,8 +135,8 @@ class LossErrorExperiments:
     def next_to_stationary_point(self) -> AbstractContextManager[None]:
         """A context in which the parameters are next to a point at which a right gradient of zero may hide errors."""
         self.remarks.append(
-            "some gradients are correctly zero at the parameters; the gradient of the loss was also compared at other "
-            f"parameters, too, about {NEXT_TO:.0%} away"
+            "some gradients are zero, and right; to find errors that this may hide, the gradient of the loss was also "
+            f"compared at other parameters, about {NEXT_TO:.0%} away"
         )
         return self._next_to()
 
@@ -179,6 +179,12 @@ class LossErrorExperiments:
         alone = [cut for cut in detached[:MAX_CUTS] if self._explains_by_detaching([cut], moving)]
         ends = alone or (detached if detached and self._explains_by_detaching(detached, moving) else [])
         text = f"{_listed(names)} {_get(names)} no gradient, but the loss depends on {_it(names)}"
+        zero = all(self.whole.gradients[i] is not None for i in moving)
+        if not ends and zero and self.whole.along(self.whole.only(moving)).agrees:
+            text = (
+                f"the gradient of {_listed(names)} is zero, and right, because the loss depends on {_it(names)} only "
+                "by jumps, for example of round() or sign()"
+            )
         if ends:
             text += f": the path ends in {ends[0].name}{at(ends[0].site)}"
         self.findings.append(Finding("detached", text, _sites(ends), "", names, 1.0))

@@ -20,7 +20,7 @@ from fastgrad.report.failure import (
     modulus,
 )
 from fastgrad.report.rounding_text import excess_texts, index_text
-from fastgrad.report.settings import Settings, Tolerances
+from fastgrad.report.settings import UNNAMED, Settings, Tolerances
 
 if TYPE_CHECKING:
     from fastgrad.report.low_precision import LowPrecision
@@ -382,7 +382,7 @@ def call(report: ReportData) -> str:
         name, keywords = "check", [f"order={settings.order}", *keywords] if second_order else keywords
     if report.precision is None:
         keywords += [f"{number}={_numbers(settings, number)}" for number in ("eps", "atol", "rtol")]
-    reference = '"float64"' if settings.reference == "float64" else settings.reference
+    reference = {"float64": '"float64"', UNNAMED: "..."}.get(settings.reference or "", settings.reference)
     not_default = {
         f"{forward}=True": settings.check_forward_ad,
         f"{reverse}=False": not settings.check_backward_ad,
@@ -518,9 +518,9 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
             f"             |difference| {_difference(worst, own)}",
         ]
     found = "" if comparison.exhaustive else " found"
-    at_eps, which = "", ""
+    at_eps, which, finite = "", "", ""
     if worst is not None and not math.isfinite(worst.difference):
-        which = " (where the errors are finite)"
+        finite = "finite "
     elif worst is not None and worst.difference > (1 + MIN_EXCESS) * comparison.largest_absolute:
         # The worst entry was re-measured with other steps, so its error may be larger.
         at_eps, which = "at eps: ", " (the worst entry was measured again with other steps)"
@@ -528,8 +528,8 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
         which = " (where the numerical entry is not zero)"
     lines += [
         f"  extent     {extent_line(names, comparison)}",
-        f"             {at_eps}largest absolute error{found} {comparison.largest_absolute:.3g}, largest relative "
-        f"error{found} {comparison.largest_relative:.3g}{which}",
+        f"             {at_eps}largest {finite}absolute error{found} {comparison.largest_absolute:.3g}, largest "
+        f"{finite}relative error{found} {comparison.largest_relative:.3g}{which}",
     ]
     return lines
 

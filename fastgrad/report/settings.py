@@ -16,6 +16,9 @@ Engine = Literal["auto", "dense", "compressed", "sketch"]
 Precision = Literal["auto", "strict"]
 """Whether functions of a lower dtype are checked by measured rounding, or by tolerances as in double precision."""
 
+UNNAMED = "a function"
+"""Stands for the name of a reference that has none."""
+
 
 @dataclass(frozen=True)
 class Tolerances:

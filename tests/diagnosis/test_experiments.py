@@ -328,6 +328,39 @@ def test_small_differences_may_come_from_uninitialized_memory() -> None:
     assert "uninitialized memory" in report.causes[0].text
 
 
+class OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[misc, untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * x.cos()
+
+
+def test_a_zero_second_derivative_may_come_from_once_differentiable() -> None:
+    report = fastgrad.check(OnceDifferentiable.apply, leaf(5), order=2)
+    assert "@once_differentiable" in report.causes[0].text
+
+
+def test_only_finite_errors_are_called_finite() -> None:
+    text = str(check(torch.sqrt, torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True), Settings()))
+    assert "largest finite absolute error" in text
+    assert "finite" not in str(check(function(torch.sin, lambda g, x: g), leaf(5), Settings()))
+
+
+def test_a_single_wrong_entry_is_one_element() -> None:
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        return (g * x.cos()).index_fill(0, torch.tensor([2]), 0.0)
+
+    report = check(function(torch.sin, backward), leaf(5), Settings())
+    text = "the wrong analytical entry is zero: a term is missing, or backward returns None or excludes this element"
+    assert report.causes[0].text == text
+
+
 def one_input(**keywords: Any) -> Report:
     return check(Counted(), leaf(4), Settings(**keywords))
 

@@ -556,6 +556,20 @@ def test_a_kink_hides_no_error() -> None:
     assert [finding.kind for finding in report.findings] == ["detached"]
 
 
+def test_a_loss_that_only_jumps_is_not_said_to_detach() -> None:
+    report = check_model(nn.Sequential(nn.Linear(4, 4), Sign(), nn.Linear(4, 1)), torch.randn(8, 4), squared)
+    (finding,) = report.findings
+    assert finding.text == (
+        "the gradient of 0.weight, 0.bias is zero, and right, because the loss depends on them only by jumps, for "
+        "example of round() or sign()"
+    )
+
+
+class Sign(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sign()
+
+
 def test_a_zero_gradient_at_a_stationary_point_is_right() -> None:
     model = nn.Sequential(zeroed(nn.Linear(4, 4)), nn.ReLU())
     report = check_model(model, torch.randn(8, 4), squared)
