@@ -11,7 +11,7 @@ from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_sample, of_sums
 from fastgrad.diagnosis.wording import wording
 from fastgrad.problem.validation import DISABLED
 from fastgrad.report.evidence import Cause, CauseName, Evidence
-from fastgrad.report.failure import Entry, Failure, digits_apart, modulus
+from fastgrad.report.failure import FUNC_VARIES, Entry, Failure, digits_apart, modulus
 from fastgrad.report.messages import varying
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
@@ -42,7 +42,8 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
         found += _of_experiments(failure, evidence)
         comparison = failure.comparison
         is_clear = comparison is None or 2 * comparison.unclear <= comparison.mismatches
-        is_known = is_clear and failure.numerical_issue != "not converged"  # values that depend on eps are no evidence
+        # Values that depend on eps, or vary from call to call, are no evidence.
+        is_known = is_clear and failure.numerical_issue != "not converged" and failure.detail != FUNC_VARIES
         if is_known and sample is not None and bool(sample.failing.any()):
             found += of_sample(sample, report, failure, own)
         elif is_known and failure.comparison is not None:
@@ -121,7 +122,7 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
             "nondeterminism",
             f"{varying(settings)} gives different values for the same inputs: look for random numbers, state, "
             "atomic additions, or uninitialized memory",
-            f"two calls at the same inputs differ by {evidence.func_varies:.1e}",
+            f"two calls at the same inputs differ by {evidence.func_varies:.2g}",
             0.97,
         )
     if evidence.output_dtype is not None and failure.kind == "mismatch":
@@ -171,8 +172,8 @@ def _of_steps(
         yield Cause(
             "rounding",
             f"rounding hides the change of func over a step of eps = {eps:g}: one ulp of func's value, divided by eps, "
-            f"is at most {ulp / eps:.1e}; use a larger eps, or subtract a constant offset from the values",
-            f"the derivatives differ by {off:.1e}, which rounding explains",
+            f"is at most {ulp / eps:.2g}; use a larger eps, or subtract a constant offset from the values",
+            f"the derivatives differ by {off:.2g}, which rounding explains",
             0.95 if is_open else 0.92,
         )
         return
@@ -183,8 +184,8 @@ def _of_steps(
             "truncation",
             f"eps = {eps:g} is too large: func is curved, or has a kink or a jump, within eps of the inputs; use a "
             "smaller eps",
-            f"the derivatives differ by {off:.1e} at eps, but only by {abs(slope - analytical):.1e} at a step of "
-            f"{h:.1e}, where the numerical one is {_number(slope)}",
+            f"the derivatives differ by {off:.2g} at eps, but only by {abs(slope - analytical):.2g} at a step of "
+            f"{h:.2g}, where the numerical one is {_number(slope)}",
             0.95 if is_open else 0.88,
         )
 
@@ -203,7 +204,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
             "saved tensor",
             "backward reads a tensor that other calls of func overwrite, for example in a global variable, on the "
             "class or in a shared buffer: use ctx.save_for_backward, which keeps one tensor per graph",
-            f"relative change {evidence.after_others:.1e} of the gradient after a call of func at another point",
+            f"relative change {evidence.after_others:.2g} of the gradient after a call of func at another point",
             0.93,
         )
     if evidence.at_zero is not None and evidence.at_zero != 0:
@@ -221,7 +222,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
         if math.isfinite(size):
             measure = (
                 f"for {c:g} x grad_output, the gradient is {size:.3g} x as large; its relative difference from {c:g} x "
-                f"the original gradient is {deviation:.1e}"
+                f"the original gradient is {deviation:.2g}"
             )
         yield Cause("nonlinear backward", _how_nonlinear(scaled), measure, 0.94)
         return
@@ -241,7 +242,7 @@ def _of_terms(evidence: Evidence) -> Iterator[Cause]:
             "backward is not additive in grad_output: look for a quantization, a maximum, or a product of elements of "
             "grad_output",
             "the gradients for two dense grad_outputs do not add up to the gradient for their sum: "
-            f"relative difference {evidence.added:.1e}",
+            f"relative difference {evidence.added:.2g}",
             0.94,
         )
     elif evidence.split is not None and not evidence.split <= MIN_DEVIATION:
@@ -254,7 +255,7 @@ def _of_terms(evidence: Evidence) -> Iterator[Cause]:
             "sparse grad_output",
             text,
             "the gradients for parts of a grad_output do not add up to the gradient for the whole: "
-            f"relative difference {evidence.split:.1e}",
+            f"relative difference {evidence.split:.2g}",
             0.92,
         )
 
@@ -275,7 +276,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
         elif math.isinf(deviation):
             measure = "one of the two gradients is zero or not finite, and the other is not"
         else:
-            measure = f"the relative difference of the two gradients is {deviation:.1e}"
+            measure = f"the relative difference of the two gradients is {deviation:.2g}"
         yield Cause(
             "layout of grad_output",
             f"backward {'is wrong' if error is None else 'raises'} for a grad_output that {how}, but not for a "
@@ -290,7 +291,7 @@ def _modified(evidence: Evidence) -> Cause:
     error = evidence.non_contiguous_error or evidence.offset_error or evidence.expanded_error
     if evidence.modified is not None and evidence.modified > MIN_DEVIATION:
         measure = (
-            f"if backward gets a copy of grad_output, the gradient has a relative difference of {evidence.modified:.1e}"
+            f"if backward gets a copy of grad_output, the gradient has a relative difference of {evidence.modified:.2g}"
         )
     else:
         measure = "a dense grad_output has different values after the call"
@@ -310,7 +311,7 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     if evidence.func_varies and all(len(set(graph)) == 1 for graph in graphs):
         return  # the gradients vary because func does
     runs = [deviation for graph in graphs for deviation in graph]
-    measure = f"{len(runs)} runs of one VJP differ by up to {max(runs):.1e}, relative to the gradient"
+    measure = f"{len(runs)} runs of one VJP differ by up to {max(runs):.2g} times the largest element of the gradient"
     if evidence.draws:  # if func sets the seed, these runs repeat like those of a backward that writes what it reads
         yield Cause(
             "nondeterminism",
@@ -322,7 +323,7 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
         yield Cause(
             "saved tensor",
             "backward changes what it reads: a tensor that forward saved, or state on ctx",
-            f"{measure}; the first backward after another forward gives the first gradient again",
+            f"{measure}; after another forward, backward gives the first gradient again",
             0.96,
         )
     elif all(earlier < later for earlier, later in itertools.pairwise(runs)):
@@ -365,7 +366,7 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
 
 def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     worst, other = failure.comparison.worst if failure.comparison else None, evidence.other_mode
-    if worst is None or other is None or failure.numerical_issue is not None:
+    if worst is None or other is None or failure.numerical_issue is not None or failure.detail == FUNC_VARIES:
         return
     own, name = ("backward", "forward") if failure.mode == "reverse" else ("the jvp", "reverse")
     numerical, analytical = complex(worst.numerical), complex(worst.analytical)
@@ -373,7 +374,7 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
         return  # the tolerance is infinite as well, so every value would be within it
     tolerances = settings.of(failure.input or 0)
     allowed = tolerances.atol + tolerances.rtol * modulus(numerical)
-    adjoint = "" if evidence.adjoint_error is None else f"; error of the adjoint test {evidence.adjoint_error:.1e}"
+    adjoint = "" if evidence.adjoint_error is None else f"; error of the adjoint test {evidence.adjoint_error:.2g}"
     measure = f"{name} mode gives {_number(other, digits_apart(analytical, numerical))}{adjoint}"
     confidence = 0.97 if settings.check_forward_ad and settings.check_backward_ad else 0.45
     if modulus(other - numerical) <= allowed:
@@ -405,7 +406,7 @@ _OF_EXPLANATIONS: dict[CauseName, float] = {"saved tensor": 0.85, "dependent inp
 def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
     if evidence.explanation is not None:
         explanation = evidence.explanation
-        measure = f"sums of all entries with random weights agree with this to {explanation.error:.0e}"
+        measure = f"sums of all entries with random weights agree with this to {explanation.error:.1g}"
         yield Cause(explanation.name, explanation.text, measure, _OF_EXPLANATIONS.get(explanation.name, 0.94))
     other = evidence.other_part
     if other is not None and failure.mode == "reverse" and failure.comparison and failure.comparison.worst:
@@ -417,7 +418,7 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
                 "missing conjugate",
                 f"the gradient of the {failure.part} part of the output has the wrong sign, and that of the other part "
                 "is right: a conj() of grad_output or of its factor is missing",
-                f"the error of the gradient of the other part is {off:.0e}",
+                f"the error of the gradient of the other part is {off:.1g}",
                 0.97,
             )
         elif modulus(found) == 0 and size and off <= RESIDUAL * size:
@@ -426,6 +427,6 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
                 "complex factor",
                 f"backward ignores the {dropped} part of grad_output, and the gradient of the other part is right: "
                 "look for .real or .imag in backward",
-                f"the error of the gradient of the other part is {off:.0e}",
+                f"the error of the gradient of the other part is {off:.1g}",
                 0.95,
             )

@@ -261,7 +261,8 @@ def _rule(
     bad, total = int(places.bad.sum()), places.bad.numel()
     wrong = {1: "the only element", 2: "both elements"}.get(bad, f"all {bad:,} elements")
     sampled = "" if places.is_complete else " in the sample"
-    measure = f"true of {wrong} with wrong entries, and of none of the {total - bad:,} others{sampled}"
+    others = "not of the other one" if total - bad == 1 else f"of none of the {total - bad:,} others"
+    measure = f"true of {wrong} with wrong entries, and {others}{sampled}"
     return _of(places, Cause(name, text, measure, base * (1 - chance)), covers, chance, edges)
 
 

@@ -258,7 +258,7 @@ def _of_permutations(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
                 + words.of_backward(
                     ": backward applies a permutation instead of its inverse, or the inverse instead of the permutation"
                 ),
-                f"after sorting, the entries agree to {float(difference):.0e}; {moved} of {count} positions differ",
+                f"after sorting, the entries agree to {float(difference):.1g}; {moved} of {count} positions differ",
                 0.91,
             )
             return

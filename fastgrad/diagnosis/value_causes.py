@@ -128,7 +128,7 @@ def _factor(k: float, measure: str, sizes: dict[str, int], confidence: float, se
 
 
 def _fit_text(residual: float) -> str:
-    return f"relative residual of the fit {residual:.0e}"
+    return f"relative residual of the fit {residual:.1g}"
 
 
 def of_sample(sample: Sample, report: Report, failure: Failure, settings: Tolerances) -> list[Cause]:
@@ -217,7 +217,7 @@ def _constant_difference(a: Tensor, n: Tensor, words: Wording) -> Iterator[Cause
             + words.of_backward(
                 ": backward omits or adds a term that is linear in the input, for example a residual connection"
             ),
-            f"true of {a.numel()} entries, to within {spread:.0e}",
+            f"true of {a.numel()} entries, to within {spread:.1g}",
             0.9,
         )
 
@@ -320,7 +320,7 @@ def _of_precision(sample: Sample, words: Wording) -> Iterator[Cause]:
                 "low precision",
                 f"{words.derivative} computes in {short}: {short} represents all entries of the analytical "
                 f"{'Jacobian' if words.is_forward else 'gradient'} exactly",
-                f"shown by {a.numel()} entries with relative errors of up to {float(off):.0e}",
+                f"shown by {a.numel()} entries with relative errors of up to {float(off):.1g}",
                 0.95,
             )
             return

@@ -526,11 +526,13 @@ def _details(report: ReportData, failure: Failure, comparison: Comparison) -> li
         at_eps, which = "at eps: ", " (the worst entry was measured again with other steps)"
     elif worst is not None and not worst.numerical:
         which = " (where the numerical entry is not zero)"
-    lines += [
-        f"  extent     {extent_line(names, comparison)}",
-        f"             {at_eps}largest {finite}absolute error{found} {comparison.largest_absolute:.3g}, largest "
-        f"{finite}relative error{found} {comparison.largest_relative:.3g}{which}",
-    ]
+    lines.append(f"  extent     {extent_line(names, comparison)}")
+    # An error of zero is that of no wrong entry: all of them are not finite, or all their numerical values are zero.
+    if comparison.largest_absolute:
+        line = f"             {at_eps}largest {finite}absolute error{found} {comparison.largest_absolute:.3g}"
+        if comparison.largest_relative:
+            line += f", largest {finite}relative error{found} {comparison.largest_relative:.3g}{which}"
+        lines.append(line)
     return lines
 
 

@@ -303,6 +303,21 @@ def test_a_func_that_varies_little_does_not_hide_the_cause(noise: float) -> None
     assert [cause.name for cause in causes] == ["constant factor"]
 
 
+def test_values_of_a_func_that_varied_once_are_no_evidence() -> None:
+    calls = 0
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x * (2 if calls == 9 else 1)
+
+    report = check(func, leaf(4), Settings())
+    assert report.failure is not None
+    assert report.failure.kind == "mismatch"
+    assert not report.causes
+    assert "because    func is not deterministic" in str(report)
+
+
 def test_the_gradient_of_a_func_that_varies_is_not_said_to_be_wrong() -> None:
     def func(x: Tensor) -> Tensor:
         return x.sin() * (1 + 1e-8 * torch.rand((), dtype=x.dtype))
@@ -344,6 +359,13 @@ class OnceDifferentiable(torch.autograd.Function):
 def test_a_zero_second_derivative_may_come_from_once_differentiable() -> None:
     report = fastgrad.check(OnceDifferentiable.apply, leaf(5), order=2)
     assert "@once_differentiable" in report.causes[0].text
+
+
+def test_errors_of_zero_are_left_out() -> None:
+    text = str(check(function(lambda x: x.clamp(-1, 1), lambda g, x: g.clone()), leaf(12), Settings()))
+    assert "largest absolute error 1\n" in text
+    x = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+    assert "largest" not in str(check(function(torch.prod, lambda g, x: g * x.prod() / x), x, Settings()))
 
 
 def test_only_finite_errors_are_called_finite() -> None:
