@@ -350,11 +350,10 @@ def check(
     eps, atol, rtol
         As in `gradcheck`: one number for all inputs, one per checked tensor, in the order of
         `Report.input_names`, or a mapping from names to numbers. A name also applies to all names below it (for
-        example "module"); inputs without a number have the default. Inputs with different steps never share a
-        column group. In sums over inputs (certificates and fast mode), inputs with different steps are perturbed
-        one after the other: a direction takes evaluations for each step. Errors in these sums are measured in
-        units of the input's own atol. Tests that combine all inputs (linearity of a jvp) use the largest
-        tolerances.
+        example "module"); inputs without a number have the default. Inputs with different steps are never
+        perturbed together. So random directions (of certificates and fast mode) take separate evaluations for each
+        step. Errors along these directions are measured in units of the input's own atol. Tests that combine all inputs
+        (linearity of a jvp) use the largest tolerances.
     check_forward_ad, check_backward_ad, check_batched_forward_grad
         With order=1, as in `gradcheck`.
     grad_outputs, gen_non_contig_grad_outputs, check_fwd_over_rev, check_rev_over_rev

@@ -1,4 +1,4 @@
-"""Fast mode: screens by a sketch, locates errors, confirms them by a single entry, or reports what is undecided."""
+"""Fast mode: compares a sketch (random sums of entries), locates errors and confirms each by a single entry."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def screen(
 
 
 class _Screen:
-    """Sketches at one step size after another, until all outputs are verified or something is wrong."""
+    """Compares sketches at one step size after another, until all outputs are verified or something is wrong."""
 
     def __init__(self, problem: Problem, settings: Settings, rows: Tensor | None, columns: Tensor | None) -> None:
         self._problem, self._settings = problem, settings
@@ -448,7 +448,7 @@ def _vjp_varies(settings: Settings, gradient: Tensor, earlier: Tensor) -> bool:
 
 
 class _Search:
-    """Traces a flagged sum to a row, then to a column, which gives a single entry."""
+    """Locates the wrong entry behind a wrong sum: first its row, then its column."""
 
     def __init__(self, problem: Problem, settings: Settings, differences: Differences) -> None:
         self._problem = problem

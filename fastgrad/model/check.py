@@ -99,10 +99,10 @@ def check_model(
     Notes
     -----
     Parameters, buffers, gradients, hooks, the train or eval mode of every module and random states (also those of
-    generators that are attributes of modules, or arguments) are restored afterwards. Other state of a module in
-    attributes that are not buffers stays as the last call left it. The Jacobian of
-    an operator of torch is first tested by one number, v^T J u for random u and v; a custom Function is always
-    checked in fast mode. Unused results, for example the statistics of a norm, are not checked.
+    generators that are attributes of modules, or arguments) are restored afterwards. Other state of a module stays as
+    the last call left it. The Jacobian of an operator of torch is first tested by one number, v^T J u for random u and
+    v; a custom Function is always checked in fast mode. Unused results, for example the statistics of a norm, are not
+    checked.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Finds the coordinate behind a wrong dot product: by ramps, which give its position, or else by halving."""
+"""Finds the coordinate behind a wrong dot product: by weights that increase with the position, or else by halving."""
 
 from __future__ import annotations
 
