@@ -26,7 +26,12 @@ from fastgrad.variants.kinks import examined
 _NO_SUCH_DERIVATIVE = (
     *("not implemented", "marked with @once_differentiable", "must override the setup_context"),
     *("does not require grad", "no output that requires grad", "with an output that requires grad"),
-    *("does not support forward", "forward AD", "jvp", "functions with out=... arguments don't support"),
+    *(
+        "does not support forward",
+        "forward AD",
+        "must implement the jvp function",
+        "functions with out=... arguments don't support",
+    ),
     *(
         "torch.func.{grad, vjp, jacrev, hessian} don't yet support",
         "vmap over",
@@ -114,7 +119,7 @@ def check_variants(
         if begin - start > seconds:
             rows.append(VariantRow(variant.family, variant.name, "not run", f"{seconds:g} s have elapsed", 0.0))
             continue
-        with SavedState(func, subject.inputs):  # the state includes the buffers of modules
+        with SavedState(func, subject.inputs), state.restored_modes(func):  # the state includes the buffers of modules
             found = _outcome(variant, subject, {**keywords, "seed": seed})
         took = time.perf_counter() - begin
         rows.append(VariantRow(variant.family, variant.name, found.verdict, found.detail, took, found.report))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -91,20 +92,23 @@ def _under_autocast(subject: Subject) -> Case:
 
 
 def _other_mode(subject: Subject) -> Case:
+    """The module in its other mode, also during backward, which may read the mode or run forward again."""
     module = subject.called
     if not isinstance(module, Module):
         raise NotApplicableError("func is not a module")
-    modes = {each: each.training for each in module.modules()}
+    module.train(not module.training)
+    return Case(subject.func, subject.inputs)
 
-    def func(*arguments: Any) -> Any:
-        module.train(not modes[module])
-        try:
-            return subject.func(*arguments)
-        finally:
-            for each, training in modes.items():
-                each.training = training
 
-    return Case(func, subject.inputs)
+@contextmanager
+def restored_modes(func: Callable[..., Any]) -> Iterator[None]:
+    """A context at whose end the modules in func are in the mode, train or eval, that they have now."""
+    modes = {each: each.training for each in func.modules()} if isinstance(func, Module) else {}
+    try:
+        yield
+    finally:
+        for each, training in modes.items():
+            each.training = training
 
 
 VARIANTS = (

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fastgrad
 from fastgrad.variants import kinks
 from fastgrad.variants.layouts import MAX_ALONE
+from tests.planted.causes import both_modes
 from tests.planted.row import function
 from tests.planted.variants import (
     COMPILED,
@@ -326,6 +328,52 @@ def test_weights_of_recurrent_modules_have_tangents(kind: Any) -> None:
     module, x = kind(3, 2).double(), torch.randn(3, 2, 3, dtype=torch.float64)
     only = ["derivatives: forward mode", "derivatives: forward over reverse"]
     assert [row.verdict for row in fastgrad.check_variants(module, x, only=only).rows] == ["passed", "passed"]
+
+
+class ModeInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: torch.nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad * x.cos() * (1 if ctx.module.training else 2), None
+
+
+class WrongInEval(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return ModeInBackward.apply(x, self)
+
+
+class Recomputed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.unused = torch.nn.BatchNorm1d(3).double(), torch.nn.Dropout().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.norm, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [(WrongInEval, "failed"), (Recomputed, "passed")])
+def test_backward_runs_in_the_other_mode_too(kind: Any, verdict: str) -> None:
+    module, only = kind(), ["state: train and eval exchanged"]
+    before = [each.training for each in module.modules()]
+    (row,) = fastgrad.check_variants(module, numbers(4, 3).requires_grad_(), only=only).rows
+    assert row.verdict == verdict
+    assert [each.training for each in module.modules()] == before
+
+
+def test_a_jvp_that_raises_is_accused() -> None:
+    def jvp(tangent: Tensor, x: Tensor) -> Any:
+        return tangent * x.cos(), tangent  # torch: "Function's jvp returned an invalid number of forward gradients"
+
+    func = both_modes(torch.sin, lambda grad, x: grad * x.cos(), jvp)
+    (row,) = fastgrad.check_variants(func, numbers(2, 2).requires_grad_(), only=["derivatives: forward mode"]).rows
+    assert row.verdict == "raised"
+    assert "invalid number of forward gradients" in row.detail
 
 
 def test_a_layout_that_vmap_does_not_support_fails_nothing() -> None:
