@@ -52,6 +52,26 @@ def test_a_linear_function_leaves_no_remainder() -> None:
     assert taylor.rate == math.inf
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [0.0, 1.0, 2.0])
+def test_rounding_that_hides_every_error_passes_nothing(dtype: torch.dtype, factor: float) -> None:
+    taylor = fastgrad.taylor_test(sine(backward=factor), leaf(3, 4, dtype=dtype))
+    assert not taylor.passed
+    assert math.isnan(taylor.rate)
+
+
+def test_large_values_that_hide_every_error_pass_nothing() -> None:
+    wrong = sine(backward=2.0)
+    assert fastgrad.taylor_test(lambda x: wrong(x) + 1e8, leaf(4)).rate == pytest.approx(1, abs=0.1)
+    assert math.isnan(fastgrad.taylor_test(lambda x: wrong(x) + 1e14, leaf(4)).rate)
+
+
+def test_a_constant_function_passes() -> None:
+    taylor = fastgrad.taylor_test(lambda x: 0 * x + 3, leaf(4))
+    assert taylor.passed
+    assert taylor.rate == math.inf
+
+
 @pytest.mark.parametrize("error", [1.0, 1e-2, 1e-4])
 def test_a_wrong_gradient_has_a_rate_of_one(error: float) -> None:
     wrong = sine(backward=1 + error)
