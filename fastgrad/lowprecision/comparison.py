@@ -125,6 +125,15 @@ class Comparison:
         # If a derivative with respect to an input is out of range, zero times it is not finite, either.
         return infinite & ~explained, explained & in_range.all(0)
 
+    def wrong_beyond_range(self) -> Tensor:
+        """Mask of the wrong entries where the reference is outside the dtype's range: shape (count, n).
+
+        There, an entry may be NaN, or infinite or the largest number with the sign of the reference.
+        """
+        inputs = self.products.inputs
+        beyond = self.exact.isfinite() & (self.exact.abs() > inputs.largest) & (self.error > self.limit)
+        return beyond & (self.low * self.exact.sign() < (1 - inputs.units) * inputs.largest)
+
     def _is_in_range(self) -> Tensor:
         return self.size <= self.products.inputs.largest  # this is false for NaN
 
@@ -176,7 +185,7 @@ class Comparison:
         The relative errors that would certainly have been found in half and in 90 % of these entries, and the share of
         them that could be zero without being detected.
         """
-        usual = self.size.nan_to_num(0.0, 0.0, 0.0)
+        usual = torch.where(self._is_in_range(), self.size, 0.0)
         significant = (usual > 0) & (usual >= SIGNIFICANT * usual.amax(1, keepdim=True)) & self.error.isfinite()
         if not bool(significant.any()):
             return None

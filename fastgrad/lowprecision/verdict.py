@@ -42,6 +42,8 @@ _LAYOUT_NAMES = {
 MAX_TIMES = 1e6
 """Ratios of a difference to its rounding are printed if they are smaller than this."""
 
+_SMALLER_OR_WIDER = "make the inputs smaller, or compute in a wider dtype"
+
 SAME_FACTOR = 0.05
 """Largest relative residual with which a common factor of wrong entries is named."""
 
@@ -100,6 +102,8 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
     _judge_entries(comparison, outcome)
     if outcome.is_undecided:
         _judge_common_errors(comparison, outcome)
+    if outcome.is_undecided:
+        _judge_beyond_range(comparison, outcome)
     if outcome.is_undecided:
         _state_the_smallest(comparison, outcome)
     return comparison
@@ -194,7 +198,7 @@ def _overflows(comparison: Comparison, outcome: Outcome) -> bool:
             worst=comparison.entry(*_first(explained)),
             undecided=f"{int(explained.sum())} entries of the gradients are not finite. They are also not finite in "
             "the reference if every result is rounded to the dtype: an intermediate result leaves the dtype's range",
-            remedy="make the inputs smaller, or compute that result in a wider dtype",
+            remedy=_SMALLER_OR_WIDER,
         )
         return True
     return False
@@ -309,9 +313,25 @@ def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
         outcome.causes = (Cause("constant factor", factor, "the mean of relative errors", 0.9),)
 
 
+def _judge_beyond_range(comparison: Comparison, outcome: Outcome) -> None:
+    wrong = comparison.wrong_beyond_range()
+    if bool(wrong.any()):
+        outcome.note(
+            worst=comparison.entry(*_first(wrong)),
+            undecided=f"{int(wrong.sum())} entries of the gradients differ from the reference, which is outside the "
+            "dtype's range, by more than rounding explains: they are wrong, or an intermediate result leaves the range",
+            remedy=_SMALLER_OR_WIDER,
+        )
+
+
 def _state_the_smallest(comparison: Comparison, outcome: Outcome) -> None:
     smallest = comparison.smallest_errors()
     if smallest is None:
+        if comparison.out_of_range:
+            outcome.note(
+                undecided="no entry was compared: the reference is outside the dtype's range wherever it is not zero",
+                remedy=_SMALLER_OR_WIDER,
+            )
         return
     outcome.note(smallest=smallest[0], smallest_most=smallest[1], hidden=smallest[2])
     if smallest[2] > MAX_HIDDEN:

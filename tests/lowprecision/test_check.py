@@ -679,6 +679,28 @@ def test_gradients_that_are_all_zero() -> None:
     assert "all compared gradients are zero" not in str(report)
 
 
+def test_a_reference_that_is_beyond_the_range_everywhere_is_undecided() -> None:
+    report = fastgrad.check(lambda x: x * 1e30 * 1e30, normal(3, 4, dtype=torch.float32))
+    assert report.verdict == "undecided"
+    assert "no entry was compared: the reference is outside the dtype's range" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("factors", "verdict"),
+    [((1e30, 1e30), "passed"), ((1e30, -1e30), "undecided"), ((1e30, 1.0), "undecided"), ((0.0, 1.0), "undecided")],
+)
+def test_a_wrong_entry_where_the_reference_is_beyond_the_range_is_undecided(
+    factors: tuple[float, float], verdict: str
+) -> None:
+    scale = torch.tensor([1e60, 1.0, 2.0, 3.0], dtype=torch.float64)
+    func = elementwise(
+        lambda x: x * scale, lambda g, x: torch.where(scale > 1e9, g * factors[0] * factors[1], g * scale.float())
+    )
+    report = fastgrad.check(func, normal(4, dtype=torch.float32), reference=lambda x: x * scale)
+    assert report.verdict == verdict, str(report)
+    assert ("outside the dtype's range, by more than rounding explains" in str(report)) == (verdict == "undecided")
+
+
 def test_an_intermediate_result_beyond_the_range_is_undecided() -> None:
     report = fastgrad.check(lambda x: (x * 1e-3) * 6e4, normal(3, dtype=torch.float16))
     assert report.verdict == "undecided"
