@@ -76,19 +76,21 @@ class LossDerivatives:
     ----------
     dtype
         Dtype of the loss.
+    loss
+        The loss.
     gradients
         Gradients of the parameters.
     """
 
     def __init__(self, step: Step, seed: int) -> None:
         self._step, self._seed = step, seed
-        self.dtype = torch.float64
+        self.dtype, self.loss = torch.float64, 0.0
         self.gradients: list[Tensor | None] = []
 
     def measure(self) -> None:
         """Computes the gradients at the current parameters."""
         loss = self._step.loss()
-        self.dtype = loss.dtype
+        self.dtype, self.loss = loss.dtype, float(loss.detach())
         self.gradients = self._step.gradients(loss)
 
     def direction(self, number: int) -> list[Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -307,6 +308,8 @@ class LossErrorExperiments:
     def _add_unexplained(self, recorder: Recorder, names: tuple[str, ...], error: float) -> None:
         whose = f" with respect to {_listed(list(names))}" if names else ""
         text = f"the gradient of the loss{whose} is wrong, but no operation that was checked is wrong"
+        if not math.isfinite(self.whole.loss):
+            text = f"the loss is {self.whole.loss}, so it has no gradient; no operation that was checked is wrong"
         foreign = [f"{name}{at(site)}" for name, site in recorder.foreign.items()]
         text += f"; not checked: {', '.join(foreign)}" if foreign else ""
         self.findings.append(Finding("end to end", text, (), "", names, error))
