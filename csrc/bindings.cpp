@@ -70,8 +70,9 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("entry_starts", &Groups::entry_starts);
   py::class_<RandomDirections>(module, "RandomDirections")
       .def(
-          py::init<int64_t, std::vector<int64_t>, std::vector<int64_t>, double, double>(), py::arg("seed"),
-          py::arg("streams"), py::arg("points"), py::arg("step"), py::arg("relative"));
+          py::init<int64_t, std::vector<int64_t>, std::vector<int64_t>, double, double, std::vector<int64_t>>(),
+          py::arg("seed"), py::arg("streams"), py::arg("points"), py::arg("step"), py::arg("relative"),
+          py::arg("parts") = std::vector<int64_t>{});
   py::class_<Derivatives>(module, "Derivatives")
       .def_readonly("directions", &Derivatives::directions)
       .def_readonly("derivatives", &Derivatives::derivatives)

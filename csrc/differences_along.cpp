@@ -162,6 +162,15 @@ std::optional<std::pair<double, double>> sizes_of(const at::Tensor& noise, const
   return std::make_pair(std::sqrt(squares), largest);
 }
 
+void check_parts(const char* caller, const RandomDirections& along) {
+  const auto count = static_cast<int64_t>(along.streams.size());
+  const bool one_each = along.parts.empty() || along.parts.size() == along.streams.size();
+  const auto is_valid = [&](int64_t part) { return part >= -1 && part < count; };
+  TORCH_CHECK(
+      one_each && std::all_of(along.parts.begin(), along.parts.end(), is_valid), caller,
+      ": parts must be empty, or one of -1, ..., ", count - 1, " for each of ", count, " streams, got ", along.parts);
+}
+
 }  // namespace
 
 std::variant<Derivatives, Changed> Evaluator::differences_along(
@@ -171,6 +180,7 @@ std::variant<Derivatives, Changed> Evaluator::differences_along(
   TORCH_CHECK(
       along.points.size() == along.streams.size(), "differences_along: points must be one for each of ", count,
       " streams, got ", along.points.size());
+  check_parts("differences_along", along);
   int64_t most = 0;
   for (const int64_t points : along.points) {
     TORCH_CHECK(
@@ -214,7 +224,7 @@ std::variant<Derivatives, Changed> Evaluator::differences_along(
     {
       const BelowAutograd guard;
       const at::Tensor direction = into.directions.select(0, k);
-      realize(displacement, direction, along.seed, along.streams[k], along.step, along.relative);
+      realize_along(displacement, direction, along, k, along.step, along.relative);
       if (fixed) {
         displacement.masked_fill_(*fixed, 0.0);
         direction.masked_fill_(*fixed, 0.0);
@@ -284,6 +294,7 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
     const std::optional<Derivatives>& known, const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps) {
   const auto count = static_cast<int64_t>(along.streams.size());
   const int64_t m = total(outputs);
+  check_parts("screening_derivatives", along);
   check_contiguous_float64("screening_derivatives", "base", base);
   TORCH_CHECK(
       base.numel() == m && base.is_cpu() && !ulps.empty() && ulps.size() == outputs.size(),
@@ -350,11 +361,12 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
     step_fraction = all_double ? error.share(budget) : std::nullopt;
   };
   for (int64_t k = 0; k < count; ++k) {
-    const double fraction = step_fraction.value_or(1.0);
+    const bool one_sided = step_fraction && !along.is_part(k);
+    const double fraction = one_sided ? *step_fraction : 1.0;
     const double step = widest * fraction;
     const at::Tensor direction = into.directions.select(0, k);
-    realize(displacement, direction, along.seed, along.streams[k], step, along.relative * fraction);
-    if (step_fraction) {
+    realize_along(displacement, direction, along, k, step, along.relative * fraction);
+    if (one_sided) {
       realize_one_sided(direction, displacement);
       direction.mul_(1 / step);
     }
@@ -369,10 +381,10 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
       const BelowAutograd guard;
       memory[0].copy_(known->first_values.select(0, 0));
       memory[1].copy_(known->first_values.select(0, 1));
-    } else if (auto changed = evaluate(step_fraction ? std::vector{1.0} : std::vector{1.0, -1.0}, 0)) {
+    } else if (auto changed = evaluate(one_sided ? std::vector{1.0} : std::vector{1.0, -1.0}, 0)) {
       return *std::move(changed);
     }
-    if (step_fraction) {
+    if (one_sided) {
       const BelowAutograd guard;
       into.derivatives.select(0, k).copy_(memory[0]).sub_(base).mul_(1 / step);
     } else if (k > 0) {

@@ -355,6 +355,23 @@ void Evaluator::realize(
   }
 }
 
+void Evaluator::realize_along(
+    const at::Tensor& displacement, const at::Tensor& realized, const RandomDirections& along, int64_t k, double step,
+    double relative) const {
+  realize(displacement, realized, along.seed, along.streams[k], step, relative);
+  if (!along.is_part(k)) {
+    return;
+  }
+  const int64_t count = 1 + *std::max_element(along.parts.begin(), along.parts.end());
+  for (size_t b = 0; b < blocks_.size(); ++b) {
+    if (static_cast<int64_t>(b) % count != along.parts[k]) {
+      for (const at::Tensor& vector : {displacement, realized}) {
+        vector.narrow(0, blocks_[b].first, coordinate_count(blocks_[b].origin)).zero_();
+      }
+    }
+  }
+}
+
 at::Tensor Evaluator::origin_on(at::Device device, size_t block) const {
   const at::Tensor& origin = blocks_[block].origin;
   if (!device.is_cpu() || origin.is_cpu()) {

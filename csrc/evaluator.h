@@ -17,11 +17,15 @@
 namespace fastgrad {
 
 // Random directions u in R^n, one for each stream (see Evaluator::realize). points: the number of evaluations for the
-// derivative along each, two, or four for Richardson extrapolation.
+// derivative along each, two, or four for Richardson extrapolation. parts: for each, the part of the inputs that moves,
+// or -1 if all move; empty: all move along each. Input number b is in part b % (number of parts).
 struct RandomDirections {
   int64_t seed;
   std::vector<int64_t> streams, points;
   double step, relative;
+  std::vector<int64_t> parts;
+
+  bool is_part(int64_t k) const { return !parts.empty() && parts[k] >= 0; }
 };
 
 // Results of differences along directions: all float64.
@@ -77,6 +81,11 @@ class Evaluator {
       const at::Tensor& displacement, const at::Tensor& realized, int64_t seed, int64_t stream, double eps,
       double relative) const;
 
+  // The same for direction number k, with another step and relative step than `along` has.
+  void realize_along(
+      const at::Tensor& displacement, const at::Tensor& realized, const RandomDirections& along, int64_t k, double step,
+      double relative) const;
+
   // func at x + scale * displacement (float64, shape (coordinates of all inputs,); fastgrad::displace_) for
   // several scales: each of `values` (float64, shape (m,)) becomes the outputs end to end. Returns as
   // difference_columns does, with the number of the scale instead of a coordinate.
@@ -95,11 +104,11 @@ class Evaluator {
   // The same from the fewest evaluations, for a check that passes. Along the first direction, there are evaluations at
   // x + h u and x - h u, which show curvature, and at x + h u / 2, which measures noise, if measure_noise or if the
   // first two show noise above the budget. Along each other direction, there is one evaluation at x + h' u if noise and
-  // curvature show that a one-sided derivative with the best h' is precise enough; otherwise there are two, at x + h u
-  // and x - h u. budget: the largest 2-norm of the noise of one-sided derivatives; h is a multiple of the step if
-  // rounding would exceed the budget. known: derivatives from the same arguments without measured noise, to measure it;
-  // only evaluations that are not known are made. All inputs and outputs are on one device; `base` and the results are
-  // on the CPU. along.points is not used.
+  // curvature show that a one-sided derivative with the best h' is precise enough; otherwise, and if only a part of the
+  // inputs moves, there are two, at x + h u and x - h u. budget: the largest 2-norm of the noise of one-sided
+  // derivatives; h is a multiple of the step if rounding would exceed the budget. known: derivatives from the same
+  // arguments without measured noise, to measure it; only evaluations that are not known are made. All inputs and
+  // outputs are on one device; `base` and the results are on the CPU. along.points is not used.
   std::variant<Derivatives, Changed> screening_derivatives(
       const RandomDirections& along, const at::Tensor& base, double curve, double budget, bool measure_noise,
       const std::optional<Derivatives>& known, const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps);

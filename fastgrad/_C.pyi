@@ -38,7 +38,13 @@ class Groups:
 
 class RandomDirections:
     def __init__(
-        self, seed: int, streams: Sequence[int], points: Sequence[int], step: float, relative: float
+        self,
+        seed: int,
+        streams: Sequence[int],
+        points: Sequence[int],
+        step: float,
+        relative: float,
+        parts: Sequence[int] = ...,
     ) -> None: ...
 
 class Derivatives:

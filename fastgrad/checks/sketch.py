@@ -143,10 +143,10 @@ class _Screen:
         assert self._first is not None
         return self._one_by_one(self._first)
 
-    def _differences(self, count: int, extrapolated: int) -> Differences:
-        """Differences along the first `count` directions at this step size."""
-        arguments = self._problem, self._settings, self._base, self._eps, count, self._attempt
-        return directional_differences(*arguments, extrapolated=extrapolated, fixed=self._fixed)
+    def _differences(self, count: int | None, extrapolated: int) -> Differences:
+        """Differences along the first `count` directions at this step size; None: all."""
+        arguments = self._problem, self._settings, self._base, self._eps, count or self._count, self._attempt
+        return directional_differences(*arguments, extrapolated=extrapolated, fixed=self._fixed, in_parts=True)
 
     def _judge(self, differences: Differences) -> Screening | None:
         """The verdict at this step size; None if more differences or another step size are needed."""
@@ -353,7 +353,7 @@ def noise_varies(
     settings: Settings,
     base: Tensor,
     differences: Differences,
-    measure: Callable[[int], Differences],
+    measure: Callable[[int | None], Differences],
 ) -> bool:
     """Like `func_varies`, but repeated differences never count as quiet; base: the outputs at x, shape (m,)."""
     return func_varies(

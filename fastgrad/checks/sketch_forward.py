@@ -88,8 +88,7 @@ class _ForwardScreen:
         for attempt in range(MAX_STEPS):
             # First the fewest evaluations: usually enough if nothing is wrong.
             extrapolated = self._count if attempt else 1
-            measure = partial(directional_differences, problem, settings, base, eps, attempt=attempt)
-            differences = measure(self._count, extrapolated=extrapolated)
+            differences = self._differences(eps, attempt, extrapolated)
             if attempt == 0 and not self._domains_match():
                 return Screening(Failure("tangent dtype", mode="forward"))
             try:
@@ -101,11 +100,11 @@ class _ForwardScreen:
             if failure is None and attempt == 0 and bool((self._excess(differences, tangents) > 1).any()):
                 allowed = self._allowed(differences, tangents)
                 failure = repeated_tangents_failure(
-                    problem, settings, differences.directions, [-1] * self._count, tangents, allowed
+                    problem, settings, differences.directions, [-1] * len(tangents), tangents, allowed
                 )
-                repeat = partial(measure, self._count, extrapolated=1)
+                repeat = partial(self._differences, eps, attempt, 1)
                 tentative, extrapolated = differences, self._count  # enough evaluations to show that something is wrong
-                differences = measure(self._count, extrapolated=extrapolated)
+                differences = self._differences(eps, attempt, extrapolated)
                 if contradicts(settings, base, tentative, differences, repeat):
                     failure = failure or nondeterministic_func(problem.outputs[0], ALONG_DIRECTION)
             failure = failure or self._compare(differences, tangents)
@@ -119,7 +118,7 @@ class _ForwardScreen:
                 continue
             if math.isfinite(self._smallest_bound):
                 return self._verified()
-            again = partial(measure, extrapolated=extrapolated)
+            again = partial(self._differences, eps, attempt, extrapolated)
             if attempt == 0 and noise_varies(problem, settings, base, differences, again):
                 return Screening(nondeterministic_func(problem.outputs[0], ALONG_DIRECTION))
             if attempt == 0 and (self._nonlinear or 2 * problem.n + problem.m <= EXACT_CALLS):
@@ -127,6 +126,11 @@ class _ForwardScreen:
             eps = next_step(settings, differences, base, self._pending)
         hidden = float(self._hidden[self._pending].amax())
         return self._undecided(hidden)
+
+    def _differences(self, eps: float, attempt: int, extrapolated: int, count: int | None = None) -> Differences:
+        """Differences along the first `count` directions; None: all."""
+        arguments = self._problem, self._settings, self._problem.base(), eps, count or self._count, attempt
+        return directional_differences(*arguments, extrapolated=extrapolated, in_parts=True)
 
     def _domains_match(self) -> bool:
         """Whether complex outputs have complex tangents and real outputs real ones, if that is checked."""

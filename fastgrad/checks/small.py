@@ -53,7 +53,7 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
     problem = SmallProblem.trace(func, arguments, RELATIVE_STEP, backward is None)
     if problem is None:
         return None
-    check = SmallCheck(problem=problem, settings=settings)
+    check = _new_check(problem, settings, backward)
     if not problem.is_plain:
         return check
     worth_it = problem.n >= TIMED_COLUMNS or problem.seconds >= TIMED_SECONDS
@@ -76,6 +76,11 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
     return SmallCheck(problem=problem, settings=settings) if problem.evaluator.mutates_inputs else check
 
 
+def _new_check(problem: SmallProblem, settings: Settings, backward: Backward | None) -> SmallCheck:
+    is_custom = problem.is_custom or (backward is not None and backward.is_custom)
+    return SmallCheck(problem=problem, settings=settings, is_custom=is_custom)
+
+
 def _run(check: SmallCheck, backward: Backward | None) -> None:
     agree = _values_pass(check)
     graph = check.problem.graph if check.problem.is_plain else None
@@ -93,7 +98,7 @@ def _run_again(
     if problem is None or not problem.is_plain:
         return
     try:
-        _run(SmallCheck(problem=problem, settings=settings), backward)
+        _run(_new_check(problem, settings, backward), backward)
     finally:
         problem.evaluator.restore()
 

@@ -20,6 +20,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Derivatives
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import differ
+from fastgrad.engines.plan import sketch_size
 from fastgrad.report.data import Certificate
 from fastgrad.verdict.grad_outputs import BATCH, batch_vectors
 from fastgrad.verdict.tangents import LINEAR_JVP, combined_tangents, sums_certificate, tangent_directions
@@ -97,7 +98,7 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
         tangents, expected = tangents * weight, expected * weight
     if differ(tangents, expected, sum_threshold(settings, differences), False) or differ(*sums, settings.atol, False):
         return False
-    check.certificates.append(sums_certificate(len(directions), bound, settings))
+    check.certificates.append(sums_certificate(sketch_size(settings.confidence), bound, settings))
     return True
 
 

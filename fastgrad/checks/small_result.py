@@ -73,6 +73,8 @@ class SmallCheck(Findings):
     ----------
     problem, settings
         func, its first evaluation and its graph; and the keywords of the check.
+    is_custom
+        Whether func runs custom code, or, for second derivatives, the function whose backward it is.
     changed
         Where and what func returned instead of its outputs, if `columns` could not be computed for this reason.
     moved, jvp_varies
@@ -109,6 +111,7 @@ class SmallCheck(Findings):
 
     problem: SmallProblem
     settings: Settings
+    is_custom: bool = False
     changed: tuple[int, int, Any] | None = None
     errors: list[list[tuple[float, float]]] | None = None
     pattern: SmallPattern | None = None

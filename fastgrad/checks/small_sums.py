@@ -20,7 +20,14 @@ from fastgrad.core.tensors import differ, largest, near
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.plan import sketch_size
-from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_vary, func_varies, weights
+from fastgrad.engines.sketch import (
+    KINK,
+    NOISE_SHARE,
+    derivatives_vary,
+    func_varies,
+    parts_of_directions,
+    weights,
+)
 from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screening_grad_outputs, weighted_grad_outputs
 from fastgrad.problem.first_look import values_vary
 from fastgrad.problem.small_backward import SmallBackward
@@ -316,9 +323,10 @@ def _differences(
     count: number of directions; None: that of a sketch. known: derivatives at this step, for which only the noise
     remains to be measured.
     """
-    settings = check.settings
-    streams = [SKETCH_DIRECTIONS + 16 * k for k in range(count or sketch_size(settings.confidence))]
-    along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step))
+    settings, count = check.settings, count or sketch_size(check.settings.confidence)
+    parts = parts_of_directions(count, len(check.problem.inputs), check.is_custom)
+    streams = [SKETCH_DIRECTIONS + 16 * min(k, count - 1) for k in range(len(parts))]
+    along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step), parts)
     evaluate = partial(check.problem.screening_derivatives, along, KINK, budget, measure_noise, known)
     try:
         found = evaluate()

@@ -30,6 +30,9 @@ NOISE_SHARE = 16
 EXTRAPOLATED, CENTRAL = 4, 2
 """Number of evaluations per directional derivative, with Richardson extrapolation and without."""
 
+MAX_PARTS = 4
+"""Largest number of parts of a direction that are perturbed one after the other: each costs two evaluations."""
+
 KINK = 1e-2
 """If one-sided derivatives differ from the central one by more than this share, func is not smooth within a step."""
 
@@ -119,7 +122,7 @@ def func_varies(
     settings: Settings,
     rounding: Tensor | float,
     differences: NoisyDerivatives,
-    measure: Callable[[int], NoisyDerivatives | None],
+    measure: Callable[[int | None], NoisyDerivatives | None],
     is_quiet: Callable[[Any], bool],
     values_move: Callable[[], bool],
 ) -> bool:
@@ -134,15 +137,14 @@ def func_varies(
     rounding
         As in `derivatives_vary`.
     measure
-        Repeats the given number of differences; returns None if func does not return its outputs.
+        Repeats the given number of differences, or all for None; returns None if func does not return its outputs.
     is_quiet
         Whether the noise of differences is small enough for a verdict.
     values_move
         Whether func now returns other values at the inputs than at first.
     """
     noise = float(differences.noise.norm().nan_to_num(math.inf))
-    every = differences.derivatives.shape[0]
-    for count in (1, every) if bool(differences.derivatives.isfinite().all()) else (every,):
+    for count in (1, None) if bool(differences.derivatives.isfinite().all()) else (None,):
         again = measure(count)
         if again is None:
             return False
@@ -168,6 +170,16 @@ def contradicts(
     return derivatives_vary(settings, repeat().derivatives, before.derivatives, rounding)
 
 
+def parts_of_directions(count: int, inputs: int, is_custom: bool) -> list[int]:
+    """The parts of `count` directions (see `RandomDirections`): one for each, but several for the last one.
+
+    Custom code may keep results for inputs that do not change, and ignore the change of the others. In each part of the
+    last direction, only some inputs change: only one if there are at most MAX_PARTS. A single direction has one part.
+    """
+    parts = min(inputs, MAX_PARTS) if is_custom and count > 1 else 1
+    return [-1] * (count - 1) + (list(range(parts)) if parts > 1 else [-1])
+
+
 @phase("directional differences")
 def directional_differences(
     problem: Problem,
@@ -180,6 +192,7 @@ def directional_differences(
     extrapolated: int,
     fixed: Tensor | None = None,
     first: int = 0,
+    in_parts: bool = False,
 ) -> Differences:
     """Differences along `count` random directions, from direction number `first` of set number `attempt` on.
 
@@ -190,14 +203,18 @@ def directional_differences(
 
     Inputs with different steps or weights are perturbed one after the other, and their derivatives are added. The
     weights express each input in units of its own tolerance. Coordinates that are `fixed`, shape (n,), are not
-    perturbed.
+    perturbed. in_parts: whether the results have a row for each part of the last direction (`parts_of_directions`), if
+    all inputs have one step and weight.
     """
     points = [EXTRAPOLATED if k < extrapolated else CENTRAL for k in range(count)]
     streams = [SKETCH_DIRECTIONS + 16 * (attempt * count + first + k) for k in range(count)]
     relative = min(1.0, eps / settings.eps)
     rounding = 2 * problem.unit_roundoff / eps * sum(weight / step for step, weight in problem.scales)
     if not problem.mixes_inputs:
-        along = RandomDirections(settings.seed, streams, points, eps, relative)
+        parts = parts_of_directions(count, len(problem.inputs), in_parts and problem.differentiates_custom_code)
+        more = len(parts) - count
+        arguments = streams + streams[-1:] * more, points + points[-1:] * more, eps, relative
+        along = RandomDirections(settings.seed, *arguments, parts)
         found = problem.differences_along(along, base, KINK, fixed)
         return Differences(eps, found.directions, found.derivatives, found.noise, rounding, found.sizes)
     total = Differences(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastgrad.problem.differences import Differences
 from fastgrad.problem.forward import ForwardMode
 from fastgrad.problem.reverse import ReverseMode
+from fastgrad.problem.second_order import Backward
 
 
 class Problem(Differences, ReverseMode, ForwardMode):
@@ -58,3 +59,8 @@ class Problem(Differences, ReverseMode, ForwardMode):
     evaluations, vjps, jvps
         Numbers of calls of func, of VJPs and of JVPs so far; a JVP is one of the evaluations.
     """
+
+    @property
+    def differentiates_custom_code(self) -> bool:
+        """Whether func runs custom code, or, for second derivatives, the function whose backward it is."""
+        return self.is_custom or (isinstance(self.func, Backward) and self.func.is_custom)

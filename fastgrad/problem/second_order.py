@@ -83,7 +83,8 @@ class Backward:
     but a new one does not, no graph is used again.
 
     made: how the grad_outputs were made, for messages. count, grad_output_count: number of the inputs, which come
-    first, and of the grad_outputs. exist: which inputs that require grad had a gradient in the last call.
+    first, and of the grad_outputs. exist: which inputs that require grad had a gradient in the last call. is_custom:
+    whether func runs custom code in backward.
     """
 
     _positions: Sequence[int] = ()
@@ -108,6 +109,7 @@ class Backward:
             func, _reject_outputs, self.count, self._inputs, self._grad_outputs, self._record_forward
         )
         self.exist: list[bool] = []
+        self.is_custom = False
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The gradients with respect to the inputs that require grad; those that are None are left out."""
@@ -144,6 +146,8 @@ class Backward:
                 _reject_outputs(len(outputs), len(grad_outputs))
             if self.made == "given":
                 self._check_shapes(outputs, grad_outputs)
+            if not self.exist:
+                self.is_custom = not native.runs_no_custom_code(outputs, checked)
             gradients = native.vjp(outputs, checked, grad_outputs, True)
             return _all_differentiable(gradients, [*checked, *grad_outputs])
 

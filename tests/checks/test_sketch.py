@@ -732,3 +732,70 @@ def test_an_infinite_gradient_is_not_called_nondeterministic(n: int, engine: Any
     report = fastgrad.check(wrong, (x,), fast_mode=True, engine=engine)
     assert report.failure is not None
     assert report.failure.kind == "mismatch"
+
+
+def keyed_product(key: int, capacity: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """sin(x) * exp(y), which returns a kept result if input number `key` is one of the last `capacity` ones."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(*inputs: Tensor) -> Tensor:
+            found = [result for known, result in kept if torch.equal(known, inputs[key])]
+            if not found:
+                found = [inputs[0].sin() * inputs[1].exp()]
+                kept.append((inputs[key].clone(), found[0].clone()))
+                del kept[:-capacity]
+            return found[0].clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, y = ctx.saved_tensors
+            return grad * x.cos() * y.exp(), grad * x.sin() * y.exp()
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+            x, y = ctx.saved_tensors
+            return tangents[0] * x.cos() * y.exp() + tangents[1] * x.sin() * y.exp()
+
+    return Product.apply
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("size", [5, 300])
+@pytest.mark.parametrize("key", [0, 1])
+@pytest.mark.parametrize("capacity", [1, 1000])
+def test_results_that_are_kept_for_one_of_two_inputs(capacity: int, key: int, size: int, forward: bool) -> None:
+    """Directions of all inputs at once do not show this: torch perturbs one input at a time."""
+    keywords = {"check_forward_ad": forward, "check_backward_ad": not forward}
+    report = fastgrad.check(
+        keyed_product(key, capacity), (normal(size), normal(size, seed=1)), fast_mode=True, **keywords
+    )
+    assert report.failure is not None
+    assert (report.failure.kind, report.failure.input) in (("mismatch", 1 - key), ("nondeterministic func", None))
+
+
+def test_a_gradient_that_is_kept_for_a_grad_output() -> None:
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            if not (kept and torch.equal(kept[0][0], grad)):
+                kept[:] = [(grad.detach().clone(), 3 * ctx.saved_tensors[0] ** 2 * grad)]
+            return kept[0][1]
+
+    for size in (5, 300):
+        report = fastgrad.check(Cube.apply, normal(size), order=2, fast_mode=True)
+        assert report.failure is not None
+        assert report.failure.kind == "mismatch"

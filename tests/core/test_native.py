@@ -62,6 +62,6 @@ def test_import_costs_little_beyond_torch(monkeypatch: pytest.MonkeyPatch, tmp_p
     code = f"import sys, time; s = {clock}; import torch; t = {clock}; {folder}; import fastgrad"
     command = [sys.executable, "-c", f"{code}; print(({clock} - t) / (t - s))"]
     ratios: list[float] = []
-    while len(ratios) < 3 and min(ratios, default=1.0) >= 1 / 16:  # the first run writes the bytecode
+    while len(ratios) < 8 and min(ratios, default=1.0) >= 1 / 16:  # the first run writes the bytecode
         ratios.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
     assert min(ratios) < 1 / 16, ratios

@@ -349,7 +349,7 @@ class Scene:
 
     def along_arguments(self, count: int) -> tuple[Any, ...]:
         fixed = torch.tensor([False, True, False, False, False])
-        along = 0, [1, 17], [count, 2], 1e-3, 1e-8
+        along = 0, [1, 17], [count, 2], 1e-3, 1e-8, [-1, 1]
         return along, f64(5), 0.1, fixed, self.specs, [1e-16, 1e-16]
 
     def differences_along(self, along: Any, *given: Any) -> None:

@@ -136,6 +136,7 @@ class RandomDirections(NamedTuple):
     points: Sequence[int]
     step: float
     relative: float
+    parts: Sequence[int] = ()
 
 
 @dataclass
@@ -322,9 +323,8 @@ class Evaluator:
         found = Derivatives(base.new_empty(count, self._size), base.new_empty(count, m), base.new_zeros(m))
         for k, (stream, points) in enumerate(zip(along.streams, along.points, strict=True)):
             self.realize(displacement, found.directions[k], along.seed, stream, along.step, along.relative)
-            if fixed is not None:
-                displacement.masked_fill_(fixed, 0.0)
-                found.directions[k].masked_fill_(fixed, 0.0)
+            for vector in (displacement, found.directions[k]):
+                vector.masked_fill_(_fixed_along(along, k, self._blocks, fixed, like=vector), 0.0)
             values = [base.new_empty(m) for _ in range(points)]
             if changed := self.values_along(displacement, (1.0, -1.0, 0.5, -0.5)[:points], values, outputs, True):
                 return changed
@@ -474,6 +474,16 @@ class Evaluator:
                     given.append((b, inside, inside.clone()))
             duals[id(block.argument)] = dual
         return tuple(duals.get(id(value), value) for value in self._arguments)
+
+
+def _fixed_along(
+    along: RandomDirections, k: int, blocks: Sequence[InputBlock], fixed: Tensor | None, like: Tensor
+) -> Tensor:
+    """The coordinates that do not move along direction k: those that are fixed, and those of other parts."""
+    found = torch.zeros_like(like, dtype=torch.bool) if fixed is None else fixed.clone()
+    for b, block in enumerate(blocks if along.parts and along.parts[k] >= 0 else ()):
+        found[block.first : block.first + block.size] |= b % (1 + max(along.parts)) != along.parts[k]
+    return found
 
 
 def _are_same(left: Tensor, right: Tensor) -> bool:
