@@ -71,7 +71,8 @@ class Candidates:
             dense = self.pattern.dense_rows()
             rows = dense if dense.any() else None
         problem, excluded = self._problem, (rows, self._excluded_columns)
-        return compressed.compress(self.pattern, problem.inputs, problem.outputs, problem.device, *excluded)
+        separate = problem.differentiates_custom_code
+        return compressed.compress(self.pattern, problem.inputs, problem.outputs, problem.device, *excluded, separate)
 
     def exclude_columns(self) -> bool:
         """Excludes dense columns, because they prevent rows from sharing a group; returns whether there are any.

@@ -268,7 +268,8 @@ def _compressions(
     without_gradients = partial(patterns.probe, watch_gradients=False)
     finders = patterns.guess, patterns.decode, patterns.probe, without_gradients, patterns.align
     for pattern in filter(None, (find() for find in finders)):
-        compression = compressed.compress(pattern, problem.inputs, problem.outputs, problem.device)
+        blocks, separate = (problem.inputs, problem.outputs), problem.differentiates_custom_code
+        compression = compressed.compress(pattern, *blocks, problem.device, separate_inputs=separate)
         columns, rows = compression.column_groups.count, sum(grouping.count for grouping in compression.row_groups)
         if pays_to_compress(problem, settings, columns, rows):
             plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin)

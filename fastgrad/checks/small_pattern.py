@@ -163,20 +163,23 @@ def _guesses(check: SmallCheck) -> Iterator[SmallPattern]:
     sides = problem.graph.inputs, problem.graph.outputs
     shapes = tuple(tuple(tensor.shape for tensor in side) for side in sides)
     cached = problem.n + problem.m <= MAX_CACHED
-    yield from (_guesses_by_shape if cached else _guesses_by_shape.__wrapped__)(*shapes)
+    yield from (_guesses_by_shape if cached else _guesses_by_shape.__wrapped__)(*shapes, check.is_custom)
     if not takes_first_look(problem, check.settings):
         return  # finding equal values takes as long as the dense engine
     values, results = (flattened([tensor.detach() for tensor in side]).numpy() for side in sides)
     pattern = sparsity.guess_moved(values, results, np.ones(results.size, dtype=np.bool_))
     if pattern is not None:
-        yield _in_groups(pattern, *map(_blocks, shapes))
+        inputs, outputs = map(_blocks, shapes)
+        yield _in_groups(pattern, inputs, outputs, check.is_custom)
 
 
 @lru_cache(16)
-def _guesses_by_shape(inputs: tuple[torch.Size, ...], outputs: tuple[torch.Size, ...]) -> tuple[SmallPattern, ...]:
+def _guesses_by_shape(
+    inputs: tuple[torch.Size, ...], outputs: tuple[torch.Size, ...], separate_inputs: bool
+) -> tuple[SmallPattern, ...]:
     sides = _blocks(inputs), _blocks(outputs)
     guesses = sparsity.guess_pointwise(*sides), sparsity.guess_in_order(*sides)
-    return tuple(_in_groups(pattern, *sides) for pattern in guesses if pattern is not None)
+    return tuple(_in_groups(pattern, *sides, separate_inputs) for pattern in guesses if pattern is not None)
 
 
 def _blocks(shapes: tuple[torch.Size, ...]) -> tuple[Block, ...]:
@@ -185,8 +188,10 @@ def _blocks(shapes: tuple[torch.Size, ...]) -> tuple[Block, ...]:
     return blocks_of(tensors, range(len(shapes)), once=False)
 
 
-def _in_groups(pattern: Pattern, inputs: tuple[Block, ...], outputs: tuple[Block, ...]) -> SmallPattern:
-    compression = compress(pattern, inputs, outputs, torch.device("cpu"))
+def _in_groups(
+    pattern: Pattern, inputs: tuple[Block, ...], outputs: tuple[Block, ...], separate_inputs: bool
+) -> SmallPattern:
+    compression = compress(pattern, inputs, outputs, torch.device("cpu"), separate_inputs=separate_inputs)
     vectors: list[Tensor] = []
     only: list[int] = []
     row_groups = torch.empty(pattern.nnz, dtype=torch.int64, device="cpu")

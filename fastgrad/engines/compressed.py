@@ -107,11 +107,13 @@ def compress(
     device: torch.device,
     excluded_rows: Mask | None = None,
     excluded_columns: Mask | None = None,
+    separate_inputs: bool = False,
 ) -> Compression:
     """Colors the columns and rows of a pattern.
 
     inputs, outputs: the tensors whose coordinates are the columns and the rows. device: of the values. excluded_rows,
-    excluded_columns: masks, shapes (m,) and (n,).
+    excluded_columns: masks, shapes (m,) and (n,). separate_inputs: whether columns of different inputs are in different
+    groups. Otherwise, only columns of inputs with different steps are.
     """
     if excluded_rows is not None or excluded_columns is not None:
         pattern = pattern.without(excluded_rows, excluded_columns)
@@ -124,8 +126,9 @@ def compress(
     else:
         starts, members = coloring.transpose(pattern.starts, pattern.columns, pattern.n)
         colors = coloring.color(starts, members, pattern.m)
-    if len({block.step for block in inputs}) > 1:
-        colors = _by_step(inputs, colors)
+    kinds = [block.index if separate_inputs else block.step for block in inputs]
+    if len(set(kinds)) > 1:
+        colors = _by_kind(inputs, kinds, colors, excluded_columns)
     column_groups = _grouping(colors, colors[pattern.columns], 0, rows, arange, excluded_columns)
     column_colors = colors if excluded_columns is None else np.where(excluded_columns, -1, colors)
     row_groups = []
@@ -139,12 +142,17 @@ def compress(
     return Compression(pattern, rows, columns, column_groups, tuple(row_groups), column_colors, *masks)
 
 
-def _by_step(inputs: Sequence[Block], colors: Indices) -> Indices:
-    """The colors, split so that columns of inputs with different steps have different colors: shape (n,)."""
-    steps = np.repeat([block.step for block in inputs], [block.size for block in inputs])
-    _, kinds = np.unique(steps, return_inverse=True)
-    pairs = colors.astype(np.int64) * (1 + kinds.max(initial=0)) + kinds
-    return np.unique(pairs, return_inverse=True)[1].astype(np.int64)
+def _by_kind(inputs: Sequence[Block], kinds: Sequence[float], colors: Indices, excluded: Mask | None) -> Indices:
+    """The colors, split so that columns of inputs of different kinds have different colors: shape (n,).
+
+    Columns that are excluded have color 0, so that none has a color of its own.
+    """
+    _, numbers = np.unique(np.repeat(kinds, [block.size for block in inputs]), return_inverse=True)
+    pairs = colors.astype(np.int64) * (1 + numbers.max(initial=0)) + numbers
+    kept = np.ones(pairs.size, dtype=np.bool_) if excluded is None else ~excluded
+    found = np.zeros(pairs.size, dtype=np.int64)
+    found[kept] = np.unique(pairs[kept], return_inverse=True)[1]
+    return found
 
 
 def _grouping(

@@ -780,6 +780,36 @@ def test_results_that_are_kept_for_one_of_two_inputs(capacity: int, key: int, si
     assert (report.failure.kind, report.failure.input) in (("mismatch", 1 - key), ("nondeterministic func", None))
 
 
+@pytest.mark.parametrize("key", [0, 1])
+@pytest.mark.parametrize("capacity", [1, 1000])
+def test_results_that_are_kept_for_one_of_two_independent_inputs(capacity: int, key: int) -> None:
+    """No output depends on both inputs, so that their columns could be perturbed together."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    class Joined(torch.autograd.Function):
+        @staticmethod
+        def forward(*inputs: Tensor) -> Tensor:
+            found = [result for known, result in kept if torch.equal(known, inputs[key])]
+            if not found:
+                found = [torch.cat([inputs[0].sin(), inputs[1].exp()])]
+                kept.append((inputs[key].clone(), found[0].clone()))
+                del kept[:-capacity]
+            return found[0].clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, y = ctx.saved_tensors
+            return grad[: len(x)] * x.cos(), grad[len(x) :] * y.exp()
+
+    report = fastgrad.check(Joined.apply, (normal(300), normal(300, seed=1)))
+    assert report.failure is not None
+    assert (report.failure.kind, report.failure.input) == ("mismatch", 1 - key)
+
+
 def test_a_gradient_that_is_kept_for_a_grad_output() -> None:
     kept: list[tuple[Tensor, Tensor]] = []
 
