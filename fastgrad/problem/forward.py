@@ -181,15 +181,19 @@ class ForwardMode(Evaluation):
         return self.inputs[number] if number >= 0 else None
 
     def separate_jvps(self, direction: Tensor, undefined: bool) -> Tensor:
-        """The JVPs of the tangent of one input at a time: float64, shape (inputs, m). They add up to J u.
+        """The sum of the JVPs of the tangent of one input at a time, which is J u: float64, shape (2, m).
 
-        undefined: whether the tangents of the other inputs are undefined, or zero.
+        The first row is the sum of the positive components, and the second row that of the others. undefined: whether
+        the tangents of the other inputs are undefined, or zero.
         """
-        count = len(self.inputs)
-        tangents = direction.new_zeros(count, self.n)
-        for tangent, block in zip(tangents, self.inputs, strict=True):
+        sums = direction.new_zeros(2, self.m)
+        for k, block in enumerate(self.inputs):
+            tangent = torch.zeros_like(direction)
             tangent[block.slice] = direction[block.slice]
-        return self.jvps_of(tangents, range(count, 2 * count) if undefined else ())
+            (product,) = self.jvps_of(tangent[None], [len(self.inputs) + k] if undefined else [])
+            positive = product > 0
+            sums += torch.stack([product.masked_fill(~positive, 0.0), product.masked_fill(positive, 0.0)])
+        return sums
 
     def jvp_coordinates(self, direction: Tensor) -> Tensor:
         """J u for one direction u, shape (n,): float64, shape (m,)."""
