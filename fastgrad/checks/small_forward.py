@@ -48,7 +48,10 @@ def columns_agree(check: SmallCheck) -> bool:
         return False
     tangents, sums, others = products.tensor_split([problem.n, problem.n + 2])
     check.tangent_errors = problem.tangent_errors(tangents, columns, settings.atol, settings.rtol)
-    if check.tangent_errors is None or not _inputs_agree(check, sums[0], others):
+    total, undefined_are_zero = _of_inputs(check, others)
+    if check.tangent_errors is None or not undefined_are_zero:
+        return False
+    if differ(total, sums[: len(total)], settings.atol, False):
         return False
     if differ(made[0][problem.n : problem.n + 2] @ tangents, sums, settings.atol, False):
         return False
@@ -74,7 +77,9 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
     settings = check.settings
     directions, earlier = differences.directions, check.tangents
     combination, shares = combined_tangents(directions, settings.seed)
-    made = torch.cat([directions, combination])
+    # If there are several inputs, the JVP along the first direction is the sum of those for the tangents of each input.
+    together = directions[1:] if len(check.problem.inputs) > 1 else directions
+    made = torch.cat([together, combination])
     made, which = _with_inputs(made, directions[0], _sizes(check), settings.check_undefined_grad)
     last = slice(-len(made), None)
     if earlier is not None and torch.equal(earlier[0][last], made):  # only the noise was measured since
@@ -89,9 +94,11 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
             check.tangents = torch.cat([rows, made]), before + which, torch.cat([known, products])
             if differ(known[last], products, settings.atol, False):
                 return False
-    tangents, combined, others = products.tensor_split([len(directions), len(directions) + 2])
-    if not _inputs_agree(check, tangents[0], others):
+    tangents, combined, others = products.tensor_split([len(together), len(together) + 2])
+    total, undefined_are_zero = _of_inputs(check, others)
+    if not undefined_are_zero:
         return False
+    tangents = torch.cat([total, tangents])
     sums = shares[None, :2] @ tangents[:2], -shares[None, 2:] @ combined
     expected = differences.derivatives
     if weight.numel():
@@ -151,19 +158,24 @@ def _jvps(check: SmallCheck, rows: Tensor, undefined: list[int]) -> Tensor | Non
     return products if check.domains_match else None
 
 
-def _inputs_agree(check: SmallCheck, whole: Tensor, products: Tensor) -> bool:
-    """Whether undefined tangents count as zero, and the JVPs for the tangent of one input at a time add up.
+def _of_inputs(check: SmallCheck, products: Tensor) -> tuple[Tensor, bool]:
+    """The results of the rows that `_with_inputs` adds, from their JVPs.
 
-    whole: the JVP of the dense tangent, shape (m,). products: the JVPs of the rows that `_with_inputs` adds.
+    Returns
+    -------
+    tuple
+        The sum of the JVPs for the tangent of one input at a time, shape (1, m), or (0, m) if there is only one input;
+        and whether undefined tangents count as zero.
     """
-    inputs = len(_sizes(check))
+    inputs = len(check.problem.inputs)
+    if not len(products):
+        return products, True
     pairs = 2 * inputs * check.settings.check_undefined_grad
     separate, undefined = products.tensor_split([len(products) - pairs])
     if inputs == 2 and pairs:
         separate = undefined[1::2]  # without a tangent of one input, only the other one has a tangent
-    if not torch.equal(undefined[::2], undefined[1::2]):
-        return False
-    return not len(separate) or not differ(separate.sum(0, keepdim=True), whole[None], check.settings.atol, False)
+    total = separate.sum(0, keepdim=True) if inputs > 1 else separate
+    return total, torch.equal(undefined[::2], undefined[1::2])
 
 
 @lru_cache(32)
@@ -182,13 +194,21 @@ def _with_inputs(rows: Tensor, dense: Tensor, sizes: tuple[int, ...], undefined:
     there are two more copies for each input: in the first one, the tangent of this input is zero, and in the second
     one, it is undefined. For two inputs, the latter replace the first copies.
     """
-    inputs = len(sizes)
+    inputs, which = len(sizes), [-1] * rows.shape[0]
+    if inputs == 1 and not undefined:
+        return rows, which
     separate = 0 if inputs == 1 or (inputs == 2 and undefined) else inputs
-    which = [-1] * rows.shape[0] + [inputs + k if undefined else -1 for k in range(separate)]
-    numbers = torch.arange(inputs)
-    parts = torch.where(numbers.repeat_interleave(torch.tensor(sizes)) == numbers[:, None], dense, 0.0)
+    which += [inputs + k if undefined else -1 for k in range(separate)]
+    parts = torch.where(_own_coordinates(sizes), dense, 0.0)
     made = [rows, parts[:separate]]
     if undefined:
         made.append((dense - parts).repeat_interleave(2, 0))
         which += [one for k in range(inputs) for one in (-1, k)]
     return torch.cat(made), which
+
+
+@lru_cache(32)
+def _own_coordinates(sizes: tuple[int, ...]) -> Tensor:
+    """Masks of the coordinates of each input: shape (inputs, n)."""
+    numbers = torch.arange(len(sizes))
+    return numbers.repeat_interleave(torch.tensor(sizes)) == numbers[:, None]
