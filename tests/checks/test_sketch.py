@@ -734,16 +734,29 @@ def test_an_infinite_gradient_is_not_called_nondeterministic(n: int, engine: Any
     assert report.failure.kind == "mismatch"
 
 
-def keyed_product(key: int, capacity: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """sin(x) * exp(y), which returns a kept result if input number `key` is one of the last `capacity` ones."""
+Values = Callable[[Tensor, Tensor], Tensor]
+Gradients = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+PRODUCT: tuple[Values, Gradients] = (
+    lambda x, y: x.sin() * y.exp(),
+    lambda x, y, grad: (grad * x.cos() * y.exp(), grad * x.sin() * y.exp()),
+)
+JOINED: tuple[Values, Gradients] = (
+    lambda x, y: torch.cat([x.sin(), y.exp()]),
+    lambda x, y, grad: (grad[: len(x)] * x.cos(), grad[len(x) :] * y.exp()),
+)
+
+
+def keyed(value: Values, gradients: Gradients, key: int, capacity: int) -> Callable[..., Tensor]:
+    """A function that returns a kept value if input number `key` is one of the last `capacity` ones."""
     kept: list[tuple[Tensor, Tensor]] = []
 
-    class Product(torch.autograd.Function):
+    class Keyed(torch.autograd.Function):
         @staticmethod
         def forward(*inputs: Tensor) -> Tensor:
             found = [result for known, result in kept if torch.equal(known, inputs[key])]
             if not found:
-                found = [inputs[0].sin() * inputs[1].exp()]
+                found = [value(*inputs)]
                 kept.append((inputs[key].clone(), found[0].clone()))
                 del kept[:-capacity]
             return found[0].clone()
@@ -755,15 +768,14 @@ def keyed_product(key: int, capacity: int) -> Callable[[Tensor, Tensor], Tensor]
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            x, y = ctx.saved_tensors
-            return grad * x.cos() * y.exp(), grad * x.sin() * y.exp()
+            return gradients(*ctx.saved_tensors, grad)
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
             x, y = ctx.saved_tensors
             return tangents[0] * x.cos() * y.exp() + tangents[1] * x.sin() * y.exp()
 
-    return Product.apply
+    return Keyed.apply
 
 
 @pytest.mark.parametrize("forward", [False, True])
@@ -772,10 +784,8 @@ def keyed_product(key: int, capacity: int) -> Callable[[Tensor, Tensor], Tensor]
 @pytest.mark.parametrize("capacity", [1, 1000])
 def test_results_that_are_kept_for_one_of_two_inputs(capacity: int, key: int, size: int, forward: bool) -> None:
     """Directions of all inputs at once do not show this: torch perturbs one input at a time."""
-    keywords = {"check_forward_ad": forward, "check_backward_ad": not forward}
-    report = fastgrad.check(
-        keyed_product(key, capacity), (normal(size), normal(size, seed=1)), fast_mode=True, **keywords
-    )
+    func, inputs = keyed(*PRODUCT, key, capacity), (normal(size), normal(size, seed=1))
+    report = fastgrad.check(func, inputs, fast_mode=True, check_forward_ad=forward, check_backward_ad=not forward)
     assert report.failure is not None
     assert (report.failure.kind, report.failure.input) in (("mismatch", 1 - key), ("nondeterministic func", None))
 
@@ -784,28 +794,7 @@ def test_results_that_are_kept_for_one_of_two_inputs(capacity: int, key: int, si
 @pytest.mark.parametrize("capacity", [1, 1000])
 def test_results_that_are_kept_for_one_of_two_independent_inputs(capacity: int, key: int) -> None:
     """No output depends on both inputs, so that their columns could be perturbed together."""
-    kept: list[tuple[Tensor, Tensor]] = []
-
-    class Joined(torch.autograd.Function):
-        @staticmethod
-        def forward(*inputs: Tensor) -> Tensor:
-            found = [result for known, result in kept if torch.equal(known, inputs[key])]
-            if not found:
-                found = [torch.cat([inputs[0].sin(), inputs[1].exp()])]
-                kept.append((inputs[key].clone(), found[0].clone()))
-                del kept[:-capacity]
-            return found[0].clone()
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            x, y = ctx.saved_tensors
-            return grad[: len(x)] * x.cos(), grad[len(x) :] * y.exp()
-
-    report = fastgrad.check(Joined.apply, (normal(300), normal(300, seed=1)))
+    report = fastgrad.check(keyed(*JOINED, key, capacity), (normal(300), normal(300, seed=1)))
     assert report.failure is not None
     assert (report.failure.kind, report.failure.input) == ("mismatch", 1 - key)
 
