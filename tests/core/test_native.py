@@ -56,12 +56,13 @@ def test_the_version_is_stated_once() -> None:
 
 
 def test_import_costs_little_beyond_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # With bytecode, as installed. Processor time, compared with importing torch: machines differ in speed.
+    # With bytecode, as installed. Processor time, compared with importing torch: machines differ in speed. Without
+    # garbage collection: a collection of torch's objects takes longer than the import, and may begin in either.
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     clock, folder = "time.process_time()", f"sys.pycache_prefix = {str(tmp_path)!r}"
-    code = f"import sys, time; s = {clock}; import torch; t = {clock}; {folder}; import fastgrad"
+    code = f"import gc, sys, time; gc.disable(); s = {clock}; import torch; t = {clock}; {folder}; import fastgrad"
     command = [sys.executable, "-c", f"{code}; print(({clock} - t) / (t - s))"]
     ratios: list[float] = []
-    while len(ratios) < 8 and min(ratios, default=1.0) >= 1 / 16:  # the first run writes the bytecode
+    while len(ratios) < 3 and min(ratios, default=1.0) >= 1 / 16:  # the first run writes the bytecode
         ratios.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
     assert min(ratios) < 1 / 16, ratios
