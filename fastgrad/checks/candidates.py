@@ -71,8 +71,8 @@ class Candidates:
             dense = self.pattern.dense_rows()
             rows = dense if dense.any() else None
         problem, excluded = self._problem, (rows, self._excluded_columns)
-        separate = problem.differentiates_custom_code
-        return compressed.compress(self.pattern, problem.inputs, problem.outputs, problem.device, *excluded, separate)
+        blocks, separate = (problem.inputs, problem.outputs), problem.differentiates_custom_code
+        return compressed.compress(self.pattern, *blocks, problem.device, *excluded, separate_inputs=separate)
 
     def exclude_columns(self) -> bool:
         """Excludes dense columns, because they prevent rows from sharing a group; returns whether there are any.

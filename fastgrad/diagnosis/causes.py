@@ -11,7 +11,7 @@ from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_sample, of_sums
 from fastgrad.diagnosis.wording import wording
 from fastgrad.problem.validation import DISABLED
 from fastgrad.report.evidence import Cause, CauseName, Evidence
-from fastgrad.report.failure import FUNC_VARIES, Entry, Failure, digits_apart, modulus
+from fastgrad.report.failure import Entry, Failure, digits_apart, modulus
 from fastgrad.report.messages import varying
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
@@ -43,7 +43,7 @@ def diagnose(report: Report) -> tuple[Cause, ...]:
         comparison = failure.comparison
         is_clear = comparison is None or 2 * comparison.unclear <= comparison.mismatches
         # Values that depend on eps, or vary from call to call, are no evidence.
-        is_known = is_clear and failure.numerical_issue != "not converged" and failure.detail != FUNC_VARIES
+        is_known = is_clear and failure.numerical_issue != "not converged" and not failure.func_varies
         if is_known and sample is not None and bool(sample.failing.any()):
             found += of_sample(sample, report, failure, own)
         elif is_known and failure.comparison is not None:
@@ -366,7 +366,7 @@ def _how_nonlinear(scaled: tuple[tuple[float, float, float], ...]) -> str:
 
 def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     worst, other = failure.comparison.worst if failure.comparison else None, evidence.other_mode
-    if worst is None or other is None or failure.numerical_issue is not None or failure.detail == FUNC_VARIES:
+    if worst is None or other is None or failure.numerical_issue is not None or failure.func_varies:
         return
     own, name = ("backward", "forward") if failure.mode == "reverse" else ("the jvp", "reverse")
     numerical, analytical = complex(worst.numerical), complex(worst.analytical)

@@ -304,6 +304,11 @@ class Failure(EqualByContent):
     numerical_issue: NumericalIssue | None = None
     convergence: tuple[Difference, ...] = ()
 
+    @property
+    def func_varies(self) -> bool:
+        """Whether the entries that differ were measured with values of func that vary from call to call."""
+        return self.detail == FUNC_VARIES
+
     @classmethod
     def at(cls, kind: FailureKind, output: Place | None = None, input: Place | None = None, **others: Any) -> Failure:
         """A failure at an output, an input, or a pair of both; others: the other fields, by name."""

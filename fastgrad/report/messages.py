@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from fastgrad.report import rounding_text
 from fastgrad.report.data import Certificate, Pair, ReportData
 from fastgrad.report.failure import (
-    FUNC_VARIES,
     Comparison,
     Entry,
     Extent,
@@ -224,7 +223,7 @@ def failure_message(report: ReportData) -> str:
     if failure.comparison is not None:
         lines = [_first_line(report, failure, failure.comparison), *lines]
         lines += _details(report, failure, failure.comparison)
-        states_property = failure.numerical_issue or failure.detail == FUNC_VARIES
+        states_property = failure.numerical_issue or failure.func_varies
         if failure.detail and not (states_property and report.causes):  # otherwise a cause states the detail
             lines.append(f"  because    {failure.detail}")
     elif failure.kind in BY_ROUNDING and report.precision is not None and report.precision.worst is not None:
@@ -256,10 +255,10 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     details = ", ".join(filter(None, (tensor, part)))
     kind = f" ({details})" if details else ""
     verdict = f"is wrong in {_wrong(comparison)} of the Jacobian"
-    if failure.numerical_issue == "not converged" or failure.detail == FUNC_VARIES:
+    if failure.numerical_issue == "not converged" or failure.func_varies:
         noun = "gradient" if failure.mode == "reverse" else "derivative"
         what = "numerical gradient of" if failure.mode == "reverse" else "numerical derivative with respect to"
-        verdict = "varies from call to call" if failure.detail == FUNC_VARIES else "does not converge"
+        verdict = "varies from call to call" if failure.func_varies else "does not converge"
         verdict += f"; it differs from the analytical {noun} in {_extent(comparison)} of the Jacobian"
     return _with_cause(report, f"{_function(report)}: {what} {input_}{kind}{through} {verdict}")
 

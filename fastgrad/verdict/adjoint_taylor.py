@@ -37,9 +37,9 @@ MAX_HIDDEN = 0.1
 """The largest error that rounding may hide in a test that passes, relative to the sum of the moduli of the terms of
 v^T J u."""
 
-SMALL = 1e-5
+NEGLIGIBLE = 1e-5
 """If all remainders are at most this large, relative to the largest step and to the sum of the moduli of v, v^T J u has
-no large error."""
+no error that matters: the default atol of `gradcheck`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +334,7 @@ def _rate(steps: list[float], remainders: list[float], rounding: float, sizes: t
         terms, weight = sizes
         largest_step = finite[0][0]
         hides_errors = rounding > MAX_HIDDEN * terms * largest_step
-        is_small = max(remainder for _, remainder in finite) <= SMALL * weight * largest_step
+        is_small = max(remainder for _, remainder in finite) <= NEGLIGIBLE * weight * largest_step
         return math.nan if hides_errors and not is_small else math.inf
     mean_h, mean_r = (sum(values) / len(usable) for values in zip(*usable, strict=True))
     covariance = math.fsum((h - mean_h) * (r - mean_r) for h, r in usable)

@@ -197,7 +197,9 @@ OF_INPUTS = "for tangents of all inputs", "those for the tangent of one input at
 def _nonlinear_terms(
     problem: Problem, settings: Settings, terms: Callable[[], Tensor], when: str, addends: str
 ) -> Failure | None:
-    """The failure if JVPs, of which the first is negated, do not add up to zero, but are the same if run again.
+    """The failure if JVPs, of which the first is negated, do not add up to zero.
+
+    If they do not, they run again: if their sum changes, the jvp is not deterministic.
 
     terms: runs them; float64, shape (count, m). when, addends: as for `nonlinear_sum`.
     """
@@ -205,9 +207,13 @@ def _nonlinear_terms(
     error, sizes = first.sum(0).abs(), first.abs().sum(0)
     own = settings.loosest()
     allowed = own.atol + own.rtol * sizes
-    wrong = ~(error <= allowed) & first[0].isfinite()
-    if not bool(wrong.any()) or not torch.equal(terms().nan_to_num(), first.nan_to_num()):
+    # If both are infinite, derivatives are, which are compared elsewhere. If only one is, it is wrong.
+    wrong = ~(error <= allowed) & (first[0].isfinite() | first[1:].sum(0).isfinite())
+    if not bool(wrong.any()):
         return None
+    failure = changed_sum(settings, first.sum(0), terms().sum(0), allowed, problem.outputs)
+    if failure is not None:
+        return failure
     row = int((error / allowed).nan_to_num(torch.inf).masked_fill(~wrong, 0.0).argmax())
     numbers = -first[0, row].item(), first[1:, row].sum().item()
     return nonlinear_sum("forward", block_with(problem.outputs, row), row, when, addends, *numbers)

@@ -200,3 +200,24 @@ def test_a_jvp_that_is_wrong_for_two_undefined_tangents() -> None:
             assert "for tangents of all inputs" in str(found)
             # As in torch, undefined tangents are not tested if check_undefined_grad=False.
             assert fastgrad.check(func, factors, fast_mode=fast_mode, check_undefined_grad=False, **FORWARD).passed
+
+
+@pytest.mark.parametrize("size", [3, 300])
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_a_jvp_of_two_inputs_that_is_wrong_in_one_call(fast_mode: bool, size: int) -> None:
+    factors = tuple(torch.linspace(1 + k, 2 + k, size, dtype=torch.float64).requires_grad_() for k in range(2))
+
+    def wrong_in(call: int) -> Report:
+        calls = 0
+
+        def change(tangents: list[Tensor | None]) -> float:
+            nonlocal calls
+            calls += 1
+            return 1.5 if calls == call else 1.0
+
+        return fastgrad.check(product_with_jvp(change, defined=True), factors, fast_mode=fast_mode, **FORWARD)
+
+    right = wrong_in(0)
+    assert right.passed
+    passes = [call for call in range(1, right.jvps + 1) if wrong_in(call).passed]
+    assert not passes

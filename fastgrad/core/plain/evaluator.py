@@ -323,8 +323,9 @@ class Evaluator:
         found = Derivatives(base.new_empty(count, self._size), base.new_empty(count, m), base.new_zeros(m))
         for k, (stream, points) in enumerate(zip(along.streams, along.points, strict=True)):
             self.realize(displacement, found.directions[k], along.seed, stream, along.step, along.relative)
-            for vector in (displacement, found.directions[k]):
-                vector.masked_fill_(_fixed_along(along, k, self._blocks, fixed, like=vector), 0.0)
+            still = _fixed_along(along, k, self._blocks, fixed, like=displacement)
+            displacement.masked_fill_(still, 0.0)
+            found.directions[k].masked_fill_(still, 0.0)
             values = [base.new_empty(m) for _ in range(points)]
             if changed := self.values_along(displacement, (1.0, -1.0, 0.5, -0.5)[:points], values, outputs, True):
                 return changed
