@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Declares --fastgrad, --fastgrad=compare, --fastgrad=estimate and --fastgrad-report."""
+    config: Any = pluginmanager.get_plugin("pytestconfig")
+    for argument in map(str, config.invocation_params.args):
+        if argument.startswith("--fastgrad=") and argument not in ("--fastgrad=compare", "--fastgrad=estimate"):
+            raise pytest.UsageError(f"pass --fastgrad, --fastgrad=compare or --fastgrad=estimate, got {argument}")
     group = parser.getgroup("fastgrad", "gradient checks by fastgrad")
     group.addoption(
         "--fastgrad",

@@ -100,6 +100,8 @@ class Patch(AbstractContextManager[list[Check]]):
         return self._entered.pop().__exit__(*error)
 
     def __call__(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        if not callable(function):
+            raise TypeError(f"fastgrad.patch() as a decorator needs a function, got {function!r}.")
         kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
         if any(is_kind(function) for is_kind in kinds):
             raise TypeError(
@@ -143,7 +145,7 @@ def patch(*, compare: bool = False) -> Patch:
         From a check, with compare=True: one checker passed, the other failed or raised. An AssertionError,
         for any value of raise_exception.
     TypeError
-        It decorates an async or generator function.
+        `compare` is not True or False, or the context decorates an async or generator function or no function.
 
     Notes
     -----
@@ -159,6 +161,8 @@ def patch(*, compare: bool = False) -> Patch:
     ...     gradcheck(torch.sin, (x,))
     True
     """
+    if not isinstance(compare, bool):
+        raise TypeError(f"compare must be True or False, got {compare!r}.")
     return Patch(compare)
 
 

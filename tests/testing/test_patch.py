@@ -146,6 +146,13 @@ def test_functions_whose_body_runs_after_the_call_are_not_decorated() -> None:
     assert (doubled(1), doubled(1, times=3), doubled.__doc__, is_torchs()) == (2, 8, "Doc.", True)
 
 
+def test_arguments_are_validated_before_anything_runs() -> None:
+    with pytest.raises(TypeError, match=r"^fastgrad\.patch\(\) as a decorator needs a function, got 3\.$"):
+        fastgrad.patch()(3)  # type: ignore[call-overload, type-var, arg-type]
+    with pytest.raises(TypeError, match=r"^compare must be True or False, got 'x'\.$"):
+        fastgrad.patch(compare="x")  # type: ignore[arg-type]
+
+
 def test_contexts_nest_and_hold_for_all_threads() -> None:
     with fastgrad.patch() as outer:
         with fastgrad.patch() as inner:

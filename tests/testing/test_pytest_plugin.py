@@ -391,7 +391,10 @@ def test_usage(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(suite, "--fastgrad", "--fastgrad-report=taken/reports")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--fastgrad-report must be a directory that can be made: *taken/reports*"])
-    assert run(suite, "--fastgrad=contrast").ret == pytest.ExitCode.USAGE_ERROR
+    result = run(suite, "--fastgrad=contrast")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    wanted = "ERROR: pass --fastgrad, --fastgrad=compare or --fastgrad=estimate, got --fastgrad=contrast"
+    assert [line for line in result.errlines if line] == [wanted]
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "fastgrad.testing.pytest_plugin", None)
         result = run(suite, "--fastgrad")
