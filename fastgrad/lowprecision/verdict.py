@@ -246,11 +246,15 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
     if float(ratio.max()) <= MAX_OF_SUMS:
         outcome.note(
             undecided="the gradient of a sum over outputs differs by more than rounding of the reference explains, "
-            "but no single row does",
+            "but that of no row that was compared alone does",
             remedy="check whether func accumulates in the lower dtype; if so, pass a reference= that also does",
         )
         return
-    outcome.fail("beyond rounding", worst, "the error is only in the gradient of a sum over outputs")
+    outcome.fail(
+        "beyond rounding",
+        worst,
+        "the error is in the gradient of a sum over outputs, not in a row that was compared alone",
+    )
 
 
 def _place(ratio: Tensor) -> tuple[int, int]:

@@ -736,8 +736,9 @@ def test_sums_that_accumulate_in_the_lower_dtype(count: int, verdict: str) -> No
     assert report.verdict == verdict, str(report)
     if verdict == "undecided":
         assert "check whether func accumulates in the lower dtype" in str(report)
+        assert "but that of no row that was compared alone does" in str(report)  # fast mode compares hardly any row
     if verdict == "failed":
-        assert "the error is only in the gradient of a sum over outputs" in str(report)
+        assert "the error is in the gradient of a sum over outputs, not in a row that was compared alone" in str(report)
 
 
 def test_a_failure_of_sums_names_the_worst_entry() -> None:
@@ -771,7 +772,10 @@ def test_a_wrong_gradient_of_equal_grad_outputs_is_not_blamed_on_their_layout() 
     func = elementwise(torch.tanh, lambda g, x: tanh_slope(g, x) * (2 if (g == g.reshape(-1)[0]).all() else 1))
     report = fastgrad.check(func, normal(3, 4, dtype=torch.bfloat16), reference=torch.tanh)
     assert report.failure is not None
-    assert report.failure.detail == "the error is only in the gradient of a sum over outputs"
+    assert (
+        report.failure.detail
+        == "the error is in the gradient of a sum over outputs, not in a row that was compared alone"
+    )
     assert all(cause.name != "layout of grad_output" for cause in report.causes)
 
 
