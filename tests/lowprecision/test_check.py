@@ -160,6 +160,14 @@ def test_another_function_is_undecided(dtype: torch.dtype) -> None:
         assert fastgrad.gradcheck(torch.tanh, x, reference=lambda x: 1.2 * x.tanh())
 
 
+@each_dtype
+@pytest.mark.parametrize(("units", "verdict"), [(24, "passed"), (40, "undecided")])
+def test_a_constant_that_rounding_hides_is_no_other_function(dtype: torch.dtype, units: int, verdict: str) -> None:
+    constant = units * unit_roundoff(dtype)
+    report = fastgrad.check(lambda x: torch.sin(x) + constant, normal(100, dtype=dtype), reference=torch.sin)
+    assert report.verdict == verdict, str(report)
+
+
 def test_an_overflow_is_not_finite() -> None:
     func = elementwise(torch.tanh, lambda g, x: torch.where(x > 0, g / 0.0, tanh_slope(g, x)))
     report = fastgrad.check(func, normal(4, 4, dtype=torch.float16), reference=torch.tanh)
