@@ -229,7 +229,8 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
     layout = list(_of_layouts(evidence, linear))
     if evidence.modified is not None and (evidence.modified > MIN_DEVIATION or layout):
         yield _modified(evidence)
-    else:
+    # If the gradient is also wrong for a contiguous grad_output, the layout does not explain the error.
+    elif evidence.dense_error is None or evidence.dense_error <= 10 * MIN_DEVIATION:
         yield from layout
     yield from _of_terms(evidence)
 

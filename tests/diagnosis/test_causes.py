@@ -471,6 +471,7 @@ EXPERIMENTS: list[tuple[Evidence, CauseName]] = [
     (Evidence(scaled=((-1.0, 2.0, 1.0), (4.0, 3.0, 16.0), (0.5, 0.5, 0.25))), "nonlinear backward"),
     (Evidence(non_contiguous=0.5), "layout of grad_output"),
     (Evidence(non_contiguous=math.inf), "layout of grad_output"),
+    (Evidence(non_contiguous=0.5, dense_error=0.1), None),  # type: ignore[list-item]
     (Evidence(expanded_error="RuntimeError: no"), "layout of grad_output"),
     (Evidence(expanded_error="RuntimeError: no", modified=0.0), "modified grad_output"),
     (Evidence(modified=0.1), "modified grad_output"),
