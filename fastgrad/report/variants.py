@@ -143,7 +143,11 @@ class VariantsReport(EqualByContent, Result):
         lines = [self.headline()]
         width = max((len(row.path) for row in self.rows), default=0)
         kinds = max((len(row.verdict) for row in self.rows), default=0)
-        lines += [f"  {row.path.ljust(width)}  {row.verdict.ljust(kinds)}  {row.detail}".rstrip() for row in self.rows]
+        first = {row.detail: row.path for row in reversed(self.rows) if row.detail.startswith("func raises")}
+        for row in self.rows:
+            same = first.get(row.detail, row.path)
+            detail = row.detail if same == row.path else f"as in {same}"
+            lines.append(f"  {row.path.ljust(width)}  {row.verdict.ljust(kinds)}  {detail}".rstrip())
         lines += [
             f"  reproduce   fastgrad.check_variants(..., only=[{row.path!r}], seed={self.seed})" for row in self.failed
         ]

@@ -256,6 +256,18 @@ def test_nothing_that_could_be_checked_is_no_pass() -> None:
             report.raise_if_failed()
 
 
+def test_an_exception_of_func_is_printed_once() -> None:
+    def boom(x: Tensor) -> Tensor:
+        raise ValueError("boom")
+
+    report = fastgrad.check_variants(boom, matrix(), only=["points: as given", "points: zeros", "points: ones"])
+    assert str(report).splitlines()[1:4] == [
+        "  points: as given  not applicable  func raises ValueError: boom",
+        "  points: zeros     not applicable  as in points: as given",
+        "  points: ones      not applicable  as in points: as given",
+    ]
+
+
 def _raw(x: Tensor) -> Tensor:
     """What a kernel reads that looks at the memory only."""
     bits = x.detach().conj() if x.is_conj() else x.detach()
