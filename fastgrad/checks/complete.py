@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastgrad.checks.dense import dense_check
-from fastgrad.checks.description import environment, subject
+from fastgrad.checks.description import environment, subject, why_restored
 from fastgrad.checks.one_block import is_small, runs_single_rows, take_calls
 from fastgrad.checks.small_result import UNDECIDED_SUMS, SmallCheck
 from fastgrad.core.errors import as_raised, raise_if_transient, raise_unless_of_func
@@ -174,9 +174,7 @@ def _report(
     disabled = disabled_gradients()
     findings.notes += [disabled] if disabled else []
     if problem.mutates_inputs:
-        findings.notes.append(
-            "func changes its inputs, or they contain NaN; they were restored around every evaluation"
-        )
+        findings.notes.append(why_restored(problem))
     if problem.freed_first_graph:
         findings.notes.append(
             "a new graph ran out of memory; the first graph, which is kept for a comparison, was freed"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastgrad.checks import order
 from fastgrad.checks.complete import other_checks_failure
-from fastgrad.checks.description import environment, subject
+from fastgrad.checks.description import environment, subject, why_restored
 from fastgrad.core.precision import LOWER
 from fastgrad.core.progress import Progress
 from fastgrad.core.random import RandomState
@@ -279,7 +279,7 @@ class LowerCheck:
         if outcome.is_undecided:
             outcome.failure = self._attributes(problem)
         if problem.mutates_inputs:
-            outcome.notes.append("func changes its inputs, or they contain NaN; they were restored around every call")
+            outcome.notes.append(why_restored(problem))
         precision = outcome.precision
         if outcome.failure is not None:
             precision = replace(precision, undecided="", remedy="")

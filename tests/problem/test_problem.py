@@ -262,6 +262,14 @@ def test_a_reused_output_buffer() -> None:
     assert both(Buffered.apply, (leaf(5),))
 
 
+def test_inputs_that_contain_nan_are_named() -> None:
+    x, y = leaf(3), leaf(3)
+    with torch.no_grad():
+        y[1] = torch.nan
+    (note,) = fastgrad.check(torch.mul, (x, y)).notes
+    assert note == "NaN in inputs[1]; all inputs were restored around every evaluation"
+
+
 def test_an_input_mutating_func() -> None:
     x = leaf(4)
     state = Bits(x)
@@ -282,6 +290,8 @@ def test_an_input_mutating_func() -> None:
         value.data.add_(1.0)
         return result
 
+    notes = fastgrad.check(writes_past_the_version, (x,)).notes
+    assert notes == ("func changes its inputs; all inputs were restored around every evaluation",)
     assert fastgrad.gradcheck(writes_past_the_version, (x,))
     assert state.now()[0] == state.before[0], "restored, also when no version counter moved"
     with pytest.raises(fastgrad.GradcheckError):
