@@ -90,7 +90,10 @@ def compiled(source: Path, folder: Path) -> tuple[str, str]:
 
 
 def _run(*command: str, text: str | None = None) -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise SystemExit(f"cuda_registers needs nvcc, cuobjdump and c++filt, but {command[0]} was not found.") from None
     if done.returncode:
         raise SystemExit(f"{command[0]} failed: {done.stderr or done.stdout}")
     return done.stdout + done.stderr
