@@ -33,8 +33,8 @@ def numerical_jacobian(
 ) -> Jacobians:
     """The Jacobians of func at inputs, from central differences that are divided by the steps actually taken.
 
-    If the Jacobian is sparse, columns that share no row are perturbed together. Random directions certify
-    that all entries outside the sparsity pattern are zero.
+    If the Jacobian is sparse, columns that share no row are perturbed together. Random directions certify that the
+    entries outside the sparsity pattern are zero, up to the precision of differences: one below about 1e-5 may be lost.
 
     Parameters
     ----------
@@ -101,8 +101,9 @@ def analytical_jacobian(
 ) -> Jacobians:
     """The Jacobians of func at inputs, computed by autograd in reverse or forward mode.
 
-    If the Jacobian is sparse, rows that share no column share one VJP in reverse mode. Random cotangents
-    certify that all entries outside the sparsity pattern are zero.
+    If the Jacobian is sparse, rows that share no column share one VJP in reverse mode. Random cotangents certify that
+    the entries outside the sparsity pattern are zero, up to rounding: one below about 1e-14, or below about 1e-14 of
+    the largest entry of its column, may be lost.
 
     Parameters
     ----------

@@ -418,6 +418,21 @@ def test_a_wrong_pattern_is_noticed(name: str, func: Callable[..., Any], monkeyp
     assert getattr(functional, name)(func, x, sparse="auto").layout is torch.strided
 
 
+@pytest.mark.parametrize(("share", "kept"), [(1e-13, True), (1e-15, False)])
+def test_an_entry_that_is_small_in_its_column(share: float, kept: bool) -> None:
+    corner = torch.zeros(400, dtype=torch.float64)
+    corner[300] = share
+
+    def func(x: Tensor) -> Tensor:
+        return x + corner * x[7]
+
+    for jacobian in (
+        functional.jacobian(func, normal(400)),
+        *fastgrad.analytical_jacobian(func, normal(400).requires_grad_())[0],
+    ):
+        assert jacobian[300, 7] == (share if kept else 0.0)
+
+
 def test_an_entry_outside_of_a_guessed_band_is_found() -> None:
     def func(x: Tensor) -> Tensor:
         return rosenbrock(x) + x[3] * x[290]
