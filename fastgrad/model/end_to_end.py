@@ -212,9 +212,14 @@ class LossDerivatives:
         return bool(zero) and self.moves(zero) and self.along(self.only(zero)).agrees
 
     def result(self, found: Sequence[DirectionalComparison]) -> EndToEnd:
-        names = "analytical", "numerical", "allowed", "size"
-        columns = {name: tuple(getattr(one, name) for one in found) for name in names}
-        return EndToEnd(**columns, dtype=str(self.dtype).removeprefix("torch."), evaluations=self._step.evaluations)
+        return EndToEnd(
+            analytical=tuple(one.analytical for one in found),
+            numerical=tuple(one.numerical for one in found),
+            allowed=tuple(one.allowed for one in found),
+            size=tuple(one.size for one in found),
+            dtype=str(self.dtype).removeprefix("torch."),
+            evaluations=self._step.evaluations,
+        )
 
 
 def enter_precise(step: Step, whole: LossDerivatives, stack: ExitStack) -> str:
