@@ -335,9 +335,8 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
             0.96,
         )
     else:
-        reasons = "look for random numbers, state, missing synchronization, or uninitialized memory"
-        if max(runs) < AS_ROUNDING:
-            reasons = "look for atomic additions in a varying order, missing synchronization, or uninitialized memory"
+        order = "atomic additions in a varying order, " if max(runs) < AS_ROUNDING else ""
+        reasons = f"look for random numbers, state, {order}missing synchronization, or uninitialized memory"
         yield Cause("nondeterminism", f"repeated calls of backward give different values: {reasons}", measure, 0.95)
 
 

@@ -524,6 +524,19 @@ def test_only_an_exception_is_said_to_be_raised(found: Evidence, says: str, meas
     assert measure in cause.measure
 
 
+@pytest.mark.parametrize(("share", "order"), [(1e-3, ""), (1e-6, "atomic additions in a varying order, ")])
+def test_small_random_numbers_are_not_taken_for_an_order_of_additions(share: float, order: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        return g * x.cos() * (1 + share * torch.rand(x.shape, generator=generator, dtype=x.dtype))
+
+    x = torch.linspace(0.2, 0.9, 3, dtype=torch.float64, device="cpu").requires_grad_()
+    (cause,) = check(function(torch.sin, backward), (x,), Settings()).causes
+    reasons = f"look for random numbers, state, {order}missing synchronization, or uninitialized memory"
+    assert cause.text == f"repeated calls of backward give different values: {reasons}"
+
+
 @pytest.mark.parametrize("numerical", [math.inf, math.nan])
 def test_no_mode_is_right_about_what_is_not_finite(numerical: float) -> None:
     comparison = Comparison(4, 1, Entry((), (), 1.0, numerical, numerical), numerical, numerical, 1.0, numerical, 0j)
