@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,8 @@ def numerical_jacobian(
     """The Jacobians of func at inputs, from central differences that are divided by the steps actually taken.
 
     If the Jacobian is sparse, columns that share no row are perturbed together. Random directions certify that the
-    entries outside the sparsity pattern are zero, up to the precision of differences: one below about 1e-5 may be lost.
+    entries outside the sparsity pattern are zero, up to the precision of differences: one below about 1e-5, or below
+    about 1e-5 of the largest output, may be lost.
 
     Parameters
     ----------
@@ -82,9 +84,10 @@ def numerical_jacobian(
         _check_strided(problem)
         look = first_look(problem, settings)
         if problem.n and problem.m:
-            from fastgrad.checks.compressed import numerical_entries
+            from fastgrad.checks.compressed import atol_outside, numerical_entries
 
-            found = numerical_entries(problem, settings, look) if problem.has_graph else None
+            scaled = replace(settings, atol=atol_outside(look.base))
+            found = numerical_entries(problem, scaled, look) if problem.has_graph else None
             if found is not None:
                 return _sparse(problem, found[0].rows, found[0].columns, found[1], layout)
         return _dense(problem, problem.difference_columns(0, problem.n, settings.eps, look.record_graph).t(), layout)
@@ -148,9 +151,10 @@ def analytical_jacobian(
         if mode == "forward" and problem.has_graph:
             return _dense(problem, problem.tangent_columns(0, problem.n)[0].t(), layout)
         if problem.n and problem.m and problem.has_graph:
-            from fastgrad.checks.compressed import analytical_entries
+            from fastgrad.checks.compressed import analytical_entries, atol_outside
 
-            found = analytical_entries(problem, settings, first_look(problem, settings))
+            look = first_look(problem, settings)
+            found = analytical_entries(problem, replace(settings, atol=atol_outside(look.base)), look)
             if found is not None:
                 return _sparse(problem, found[0].rows, found[0].columns, found[1], layout)
         return _dense(problem, analytical_matrix(problem), layout)

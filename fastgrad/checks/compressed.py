@@ -21,6 +21,7 @@ from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
 from fastgrad.checks.sketch_forward import screen_forward
 from fastgrad.core.errors import unless_rejected
 from fastgrad.core.phases import phase
+from fastgrad.core.tensors import largest
 from fastgrad.engines import compressed, cost_model
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import (
@@ -232,6 +233,11 @@ def _plan(problem: Problem, settings: Settings, look: FirstLook, compression: Co
         memory += 8 * groups * problem.m
     record, origin = look.record_graph, pattern.origin
     return Plan("compressed", 0, 0, record, origin, column_groups=groups, memory=memory, replayed=replayed)
+
+
+def atol_outside(base: Tensor) -> float:
+    """The default atol for outputs of shape (m,), or this share of the largest one if that is less than 1."""
+    return Settings().atol * min(1.0, largest(base) or 1.0)
 
 
 def numerical_entries(

@@ -109,8 +109,7 @@ def jacobian(
         tuple, or if inputs is a tuple, the result is a tuple of such tensors. If both are tuples, it is result[i][j]
         for output i and input j. With return_error, the result is (result, error), both of the same form. Errors are
         real, and infinite if no two steps agree. If a sparsity pattern was found, entries outside it are zero. In
-        dense results, their errors are the least size of an entry that would have been detected, or zero if this is at
-        most 1e-5.
+        dense results, their errors are the size from which an entry would probably have been detected.
 
     Raises
     ------

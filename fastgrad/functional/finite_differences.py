@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad.checks.compressed import numerical_entries
+from fastgrad.checks.compressed import atol_outside, numerical_entries
 from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.native import ops
 from fastgrad.core.precision import spacing
+from fastgrad.core.random import SKETCH_DIRECTIONS, direction
 from fastgrad.core.tensors import largest
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import MIN_COLUMNS_FOR_PROBING
@@ -41,6 +43,13 @@ CLOSER_SHARE = 2.0**-6
 """Factor from the step of one-sided derivatives to a smaller step. At a kink, the gap between the derivatives does not
 shrink; on a smooth curve, it shrinks with the step."""
 
+DIRECTIONS_ELSEWHERE = 2
+"""Number of random directions whose derivatives show the size of entries outside a pattern: 40 evaluations each."""
+
+LEAST_COMPONENT = 0.25
+"""An entry outside a pattern is multiplied by a component of a direction, at least 0.5, or, if it was added to another
+entry, by the difference of two components. In two directions, one is at least this large with a probability of 0.95."""
+
 
 @dataclass(frozen=True)
 class Differences:
@@ -57,8 +66,7 @@ class Differences:
     values, errors
         The entries and their estimated errors: float64, shape (entries,). An error is infinite if no two steps agree.
     error_elsewhere
-        The error of entries that are not listed, if rounding may hide entries larger than the absolute tolerance of
-        checks; otherwise zero.
+        The error of entries that are not listed: larger ones would probably have been noticed.
     """
 
     inputs: tuple[Block, ...]
@@ -71,8 +79,11 @@ class Differences:
     error_elsewhere: float
 
 
-def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) -> Differences:
-    """The Jacobian of func, a tuple of Tensors, at strided inputs: about 40 evaluations per group of columns."""
+def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor], needs_errors: bool) -> Differences:
+    """The Jacobian of func, a tuple of Tensors, at strided inputs: about 40 evaluations per group of columns.
+
+    needs_errors: whether errors are used. If so, a sparsity pattern takes about 100 evaluations more.
+    """
     with _problem(func, inputs) as problem:
         settings = _detection_settings(problem)
         none = torch.zeros(0, dtype=torch.float64, device=problem.device)
@@ -83,8 +94,32 @@ def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor]) 
             for columns, rows in _groups(problem, None if found is None else found[0]):
                 parts.append((rows, columns, *_refined(problem, columns, rows, look.record_graph)))
         rows, columns, values, errors = (torch.cat(side) for side in zip(*parts, strict=True))
-        hidden = 0.0 if found is None or found[2] <= settings.atol else found[2]
-        return Differences(problem.inputs, problem.outputs, found is not None, rows, columns, values, errors, hidden)
+        blocks, elsewhere = (problem.inputs, problem.outputs), 0.0 if found is None else found[2]
+    result = Differences(*blocks, found is not None, rows, columns, values, errors, elsewhere)
+    return _with_error_elsewhere(func, inputs, result) if needs_errors and found is not None else result
+
+
+def _with_error_elsewhere(func: Callable[..., Any], inputs: Sequence[Tensor], found: Differences) -> Differences:
+    """A compressed Jacobian with the errors that derivatives along random directions show, if they are smaller.
+
+    An entry outside the pattern may have been added to one in the pattern, so its size is part of all errors.
+    """
+    n, m = (sum(block.size for block in blocks) for blocks in (found.inputs, found.outputs))
+    seen = torch.zeros(m, dtype=torch.float64, device=found.values.device)
+    primals = [value.detach() for value in inputs]
+    for number in range(DIRECTIONS_ELSEWHERE):
+        vector = direction(n, 0, SKETCH_DIRECTIONS + 16 * number, device=seen.device)
+        tangents = [torch.zeros_like(value, memory_format=torch.contiguous_format) for value in primals]
+        for block in found.inputs:
+            ops.unflatten_(tangents[block.position], vector[block.slice])
+        _, derivative, error = derivative_along(func, primals, tangents)
+        factors = vector[found.columns]
+        error = error.index_add(0, found.rows, factors.abs() * found.errors)
+        error += derivative.index_add(0, found.rows, -factors * found.values).abs()
+        torch.maximum(seen, error, out=seen)
+    shown = (seen / LEAST_COMPONENT).nan_to_num(math.inf).clamp(max=found.error_elsewhere)
+    elsewhere = largest(shown)
+    return replace(found, errors=found.errors + elsewhere, error_elsewhere=elsewhere)
 
 
 def _step(problem: Problem) -> float:
@@ -97,10 +132,10 @@ def _detection_settings(problem: Problem) -> Settings:
 
     A refined column takes forty evaluations. Therefore, any sparse pattern pays off.
     """
-    default = Settings()
-    resolving = 4 * problem.unit_roundoff * largest(problem.base()) / default.atol
-    eps = min(LARGEST_STEP, max(_step(problem), resolving))
-    return replace(default, eps=eps, engine="compressed" if problem.n >= MIN_COLUMNS_FOR_PROBING else "auto")
+    base = problem.base()
+    atol = atol_outside(base)
+    eps = min(LARGEST_STEP, max(_step(problem), 4 * problem.unit_roundoff * largest(base) / atol))
+    return Settings(eps=eps, atol=atol, engine="compressed" if problem.n >= MIN_COLUMNS_FOR_PROBING else "auto")
 
 
 def _groups(problem: Problem, compression: Compression | None) -> Iterator[tuple[Tensor, Tensor]]:

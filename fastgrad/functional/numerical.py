@@ -40,7 +40,7 @@ def numerical_jacobian(
     """`functional.jacobian` by differences; forward: whether dtypes and complex entries are those of forward mode."""
     _check_strided(inputs, "jacobian")
     seen = _Seen(func, "jacobian")
-    found = jacobian_by_differences(seen, inputs)
+    found = jacobian_by_differences(seen, inputs, return_error)
     dtypes = [[output.dtype if forward else value.dtype for value in inputs] for output in seen.outputs]
     entries, errors = _of_elements(found, inputs, seen.outputs, forward)
     is_sparse = sparse is True or (found.is_compressed and is_sparse_enough(entries, sparse))
@@ -70,7 +70,7 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
     """`functional.vjp` from the Jacobian by differences."""
     _check_strided(inputs, "vjp")
     seen = _Seen(func, "vjp")
-    found = jacobian_by_differences(seen, inputs)
+    found = jacobian_by_differences(seen, inputs, return_error)
     cotangents = vector(v, seen.outputs, seen.is_tuple, "vjp")
     all_weights = torch.zeros(
         sum(block.size for block in found.outputs), dtype=torch.float64, device=found.values.device
@@ -86,8 +86,7 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
 
     # If a weight is zero, an infinite error does not count.
     errors = total(torch.where(weights == 0, 0.0, weights.abs() * found.errors))
-    if found.error_elsewhere:
-        errors += found.error_elsewhere * float(all_weights.abs().sum())
+    errors += found.error_elsewhere * float(all_weights[all_weights.isfinite()].abs().sum())
     output, values = form(seen.outputs, seen.is_tuple), total(weights * found.values)
     return _product(output, found.inputs, inputs, is_tuple, values, errors if return_error else None)
 
