@@ -28,6 +28,7 @@ from fastgrad.engines.sketch import (
     cotangents,
     directional_differences,
     func_varies,
+    imaginary_parts,
     residual_row,
     rounded_rows,
     weights,
@@ -109,6 +110,8 @@ class _Screen:
         self._problem, self._settings = problem, settings
         self._count = sketch_size(settings.confidence)
         self._base = problem.base()
+        pairs = [output.slice for output in problem.outputs if problem.is_custom and output.is_complex]
+        self._imaginary = imaginary_parts(self._base, pairs)
         self._selected = rows is not None
         self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device) if rows is None else rows.clone()
         self._fixed = None if columns is None else ~columns
@@ -214,7 +217,7 @@ class _Screen:
         return self._earlier[1]
 
     def _cotangents(self, weight: Tensor) -> list[Cotangent]:
-        return list(cotangents(self._settings.seed, weight, self._count, self._attempt))
+        return list(cotangents(self._settings.seed, weight, self._count, self._attempt, self._imaginary))
 
     def _rows(self, differences: Differences, weight: Tensor, tentative: bool) -> tuple[Sketch, Failure | None]:
         """The sketch, and a failure if the backward is not deterministic, depends on layouts, or raises.

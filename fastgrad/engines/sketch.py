@@ -7,7 +7,7 @@ cotangents: outputs that differences do not resolve must not hide the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -357,8 +357,22 @@ class Cotangent:
         return self.layout == Layout.EXPANDED
 
 
-def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[Cotangent]:
-    """Yields weighted random cotangents, the first non-contiguous; attempt 0 adds HALVED, SPARSE and EXPANDED."""
+def imaginary_parts(like: Tensor, outputs: Sequence[slice]) -> Tensor | None:
+    """A mask of the imaginary parts, shape (m,), from the coordinates of complex outputs; None without such outputs."""
+    mask = torch.zeros_like(like, dtype=torch.bool) if outputs else None
+    for own in outputs:
+        assert mask is not None
+        mask[own][1::2] = True
+    return mask
+
+
+def cotangents(
+    seed: int, weight: Tensor, count: int, attempt: int, imaginary: Tensor | None = None
+) -> Iterator[Cotangent]:
+    """Yields weighted random cotangents, the first non-contiguous; attempt 0 adds HALVED, SPARSE and EXPANDED.
+
+    imaginary: mask of the imaginary parts of outputs, shape (m,): attempt 0 then also adds a real cotangent.
+    """
     plain = all_count_fully(weight)
 
     def values(kind: GradOutputKind, number: int) -> Tensor:
@@ -369,6 +383,8 @@ def cotangents(seed: int, weight: Tensor, count: int, attempt: int) -> Iterator[
     for number in range(count):
         kind, text = (DENSE, "a random grad_output") if number else (NON_CONTIGUOUS, NON_CONTIGUOUS.text)
         yield Cotangent(partial(values, kind, attempt * (count + 1) + number), text, layout=kind.layout)
+    if imaginary is not None and not attempt:
+        yield Cotangent(lambda: values(DENSE, count).masked_fill_(imaginary, 0.0), "a random real grad_output")
     for kind in () if attempt else (HALVED, SPARSE, EXPANDED):
         yield Cotangent(partial(values, kind, count), kind.text, abs(kind.scale), kind.layout)
 

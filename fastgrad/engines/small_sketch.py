@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgrad.core.native import Layout
 from fastgrad.engines.blocks import REPEAT_SCALE, one_hot_elements
-from fastgrad.engines.sketch import cotangents
+from fastgrad.engines.sketch import cotangents, imaginary_parts
 
 REPEATED, RUNS = 1, 3
 """The number of the cotangent whose VJP is run several times, and the number of runs. Three runs also detect gradients
@@ -38,9 +38,9 @@ class ScreeningGradOutputs:
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly
     zero, or are expanded. If there are several outputs, one cotangent is also run for each output separately. For
-    custom code, there are also one-hot grad_outputs. Without custom code, no cotangent is half zero, because the mostly
-    zero one shows how kernels treat zeros; it is nonzero at the last element of each output, where kernels may take
-    another path.
+    custom code, there are also one-hot grad_outputs and, if outputs are complex, a real one. Without custom code, no
+    cotangent is half zero, because the mostly zero one shows how kernels treat zeros; it is nonzero at the last element
+    of each output, where kernels may take another path.
 
     Attributes
     ----------
@@ -89,7 +89,8 @@ def weighted_grad_outputs(
     layout: _Layout, seed: int, count: int, is_custom: bool, weight: Tensor
 ) -> ScreeningGradOutputs:
     """The same with a weight per output coordinate, shape (m,); one-hot rows and the expanded row are not weighted."""
-    random = list(cotangents(seed, weight, count, 0))
+    pairs = [slice(first, first + 2 * elements) for first, width, elements in layout if is_custom and width == 2]
+    random = list(cotangents(seed, weight, count, 0, imaginary_parts(weight, pairs)))
     if not is_custom:
         del random[count]  # removes the cotangent that is half zero
     rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]

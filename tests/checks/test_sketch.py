@@ -818,3 +818,18 @@ def test_a_gradient_that_is_kept_for_a_grad_output() -> None:
         report = fastgrad.check(Cube.apply, normal(size), order=2, fast_mode=True)
         assert report.failure is not None
         assert report.failure.kind == "mismatch"
+
+
+@pytest.mark.parametrize("n", [20, 3000])
+@pytest.mark.parametrize("error", [0.0, 1e-2])
+def test_a_gradient_of_complex_outputs_that_is_wrong_for_real_grad_outputs(n: int, error: float) -> None:
+    """The grad_outputs of torch's fast mode are real."""
+
+    def backward(grad: Tensor, x: Tensor) -> Tensor:
+        gradient = grad * x.cos().conj()
+        if not bool(grad.imag.any()):
+            gradient[3] += error * grad[3]
+        return gradient
+
+    x = torch.complex(normal(n).detach(), normal(n, seed=1).detach()).requires_grad_()
+    assert fast(function(torch.sin, backward), x).passed == (not error)
