@@ -92,8 +92,6 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
         if earlier is not None:  # there are JVPs of nearly the same tangents, at another step
             rows, before, known = earlier
             check.tangents = torch.cat([rows, made]), before + which, torch.cat([known, products])
-            if differ(known[last], products, settings.atol, False):
-                return False
     tangents, combined, others = products.tensor_split([len(together), len(together) + 2])
     total, undefined_are_zero = _of_inputs(check, others)
     if not undefined_are_zero:
@@ -104,6 +102,11 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
     if weight.numel():
         tangents, expected = tangents * weight, expected * weight
     if differ(tangents, expected, sum_threshold(settings, differences), False) or differ(*sums, settings.atol, False):
+        return False
+    # The JVPs of all steps, whose tangents are nearly the same. If they differ, the complete check repeats them.
+    assert check.tangents is not None
+    of_all_steps = check.tangents[2]
+    if differ(of_all_steps, products.repeat(len(of_all_steps) // len(made), 1), settings.atol, False):
         return False
     check.certificates.append(sums_certificate(sketch_size(settings.confidence), bound, settings))
     return True

@@ -197,6 +197,33 @@ def test_a_jvp_that_is_wrong_once_at_either_step_fails(wrong: int) -> None:
     assert calls >= wrong
 
 
+@pytest.mark.parametrize("wrong", range(1, 7))
+def test_a_jvp_that_is_wrong_once_fails_although_it_is_right_at_two_later_steps(wrong: int) -> None:
+    calls = 0
+
+    class Coupled(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.exp() + x * x.roll(1)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            (x,) = ctx.saved_tensors
+            right = x.exp() * tangent + x.roll(1) * tangent + x * tangent.roll(1)
+            return right + 0.5 if calls == wrong else right
+
+    x = torch.randn(3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    report = fastgrad.check(lambda x: Coupled.apply(x), x, **FORWARD, fast_mode=True)
+    assert not report.passed
+    assert calls > 12
+
+
 def test_other_results_under_forward_mode() -> None:
     def shorter(x: Tensor) -> Tensor:
         is_dual = torch.autograd.forward_ad.unpack_dual(x).tangent is not None
