@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,7 +19,7 @@ from fastgrad.diagnosis.autograd_graph import depends_on
 from fastgrad.diagnosis.chance import is_supported
 from fastgrad.diagnosis.constant_parts import ConstantPart, ConstantParts, HeldConstant
 from fastgrad.diagnosis.locations import Elements, Rule
-from fastgrad.diagnosis.rearrangements import MAX_SHIFTS, Rearrangement, adjoint, rearrangements
+from fastgrad.diagnosis.rearrangements import MAX_SHIFTS, adjoint, rearrangements
 from fastgrad.diagnosis.wording import Side, Wording
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
@@ -60,6 +60,10 @@ class _Vectors:
     v: Tensor
     gradient: Tensor
     slope: Tensor
+
+
+_Hypothesis = tuple[CauseName, str, Callable[[_Vectors], Sums]]
+"""A cause, its text, and the sums that are equal if it holds."""
 
 
 @dataclass
@@ -145,60 +149,57 @@ class Hypotheses:
         block = self.input
         others = [other for other in self.problem.inputs if other is not block and _same_elements(other, block)]
         for other in others[:MAX_INPUTS]:
-
-            def of_other(one: _Vectors, other: Block = other) -> Sums:
-                along = _at(self.problem, other, one.u[self.input.slice])
-                return one.u * one.gradient, one.v * self._slope_along(along)
-
             name, own = self.name_of(other), self.name_of(block)
-            text = f"the gradient of {own} is that of {name}"
-            found = self._explained(
-                "swapped gradients", f"{text}: backward returns gradients in the wrong order", of_other
-            )
-            if found is None:
-                continue
-            if self._is_right(other):
+            text = f"the gradient of {own} is that of {name}: backward returns gradients in the wrong order"
+            found = self._explained("swapped gradients", text, partial(self._of_other, other))
+            if found is not None and self._is_right(other):
                 text = f"backward returns the gradient of {name} twice: for {name}, where it is right, and for {own}"
                 return replace(found, name="repeated gradient", text=text)
-            return found
+            if found is not None:
+                return found
         return None
+
+    def _of_other(self, other: Block, one: _Vectors) -> Sums:
+        """Sums that are equal if the gradient is that of another input."""
+        along = _at(self.problem.n, other, one.u[self.input.slice])
+        return one.u * one.gradient, one.v * self._slope_along(along)
 
     def _is_right(self, other: Block) -> bool:
         """Whether random sums show no error in the Jacobian with respect to another input."""
         for one in self._vectors:
-            along = _at(self.problem, other, one.u[self.input.slice])
+            along = _at(self.problem.n, other, one.u[self.input.slice])
             if not _relative_difference(along * one.gradient, one.v * self._slope_along(along)) <= NEAR:
                 return False
         return True
 
     def multiplied(self) -> Explanation | None:
         """Whether an input is a missing or an extra factor of the gradient; needs no further calls."""
-        output, block = self.output, self.input
+        return self._first_explained(self._factors())
+
+    def _factors(self) -> Iterator[_Hypothesis]:
+        output, block, x = self.output, self.input, self.problem.coordinates()
         if block.elements is not None or output.width != 1:
-            return None
-        x = self.problem.coordinates()
-        for factor in self.problem.inputs[:MAX_INPUTS]:
-            if factor.width != 1 or factor.elements is not None:
+            return
+        real = (one for one in self.problem.inputs[:MAX_INPUTS] if one.width == 1 and one.elements is None)
+        for factor, side in itertools.product(real, (output, block)):
+            values = x[factor.slice].reshape(factor.tensor.shape)
+            if side.width != 1 or not _broadcasts(values, side):
                 continue
-            values, name = x[factor.slice].reshape(factor.tensor.shape), self.name_of(factor)
-            for side, how in itertools.product((output, block), ("missing", "extra")):
-                if side.width != 1 or not _broadcasts(values, side):
-                    continue
-                # The analytical gradient is the right one, scaled by this per element of the input or of grad_output.
-                scale = values.expand(side.tensor.shape).reshape(-1)
-                scale = 1 / scale if how == "missing" else scale
+            # The analytical gradient is the right one, scaled by this per element of the input or of grad_output.
+            extra = values.expand(side.tensor.shape).reshape(-1)
+            gradient, name = f"the gradient of {self.name_of(block)}", self.name_of(factor)
+            lacks, has = (
+                f"{gradient} must also be multiplied by {name}",
+                f"{gradient} is multiplied once too often by {name}",
+            )
+            yield "missing factor", lacks, partial(self._multiplied_by, side, 1 / extra)
+            yield "missing factor", has, partial(self._multiplied_by, side, extra)
 
-                def scaled(one: _Vectors, side: Block = side, scale: Tensor = scale) -> Sums:
-                    if side is output:
-                        return one.u * one.gradient, _scaled(one.v, side, scale) * one.slope
-                    return _scaled(one.u, side, 1 / scale) * one.gradient, one.v * one.slope
-
-                lacks = "must also be multiplied by" if how == "missing" else "is multiplied once too often by"
-                text = f"the gradient of {self.name_of(block)} {lacks} {name}"
-                found = self._explained("missing factor", text, scaled)
-                if found is not None:
-                    return found
-        return None
+    def _multiplied_by(self, side: Block, scale: Tensor, one: _Vectors) -> Sums:
+        """Sums that are equal if the gradient is the right one, scaled on one side."""
+        if side is self.output:
+            return one.u * one.gradient, _scaled(one.v, side, scale) * one.slope
+        return _scaled(one.u, side, 1 / scale) * one.gradient, one.v * one.slope
 
     def result_for_input(self) -> Explanation | None:
         """Whether backward uses the input in place of the result: it is then right if the input equals the result."""
@@ -223,26 +224,21 @@ class Hypotheses:
         most = min(MAX_SHIFTS, max(16, MAX_SHIFTS * 4096 // max(output.size, block.size)))
         words = Wording(self.name_of(block), f"output {output.position}")
         sides: tuple[tuple[Side, Block], ...] = (("input", block), ("output", output))
-        for side, own in sides:
-            if own.elements is not None:
-                continue
-            for rearrangement in rearrangements(tuple(own.tensor.shape), side, words, most):
-
-                def moved(one: _Vectors, own: Block = own, r: Rearrangement = rearrangement) -> Sums:
-                    if own is block:
-                        return _rearranged(one.u, own, r) * one.gradient, one.v * one.slope
-                    return one.u * one.gradient, one.v * _rearranged(one.slope, own, r)
-
-                found = self._explained(rearrangement.name, rearrangement.text, moved)
-                if found is not None:
-                    return found
-        if (
-            output.tensor.shape != block.tensor.shape
-            or not output.width == block.width == 1
-            or block.elements is not None
-        ):
-            return None
+        found = self._first_explained(
+            (one.name, one.text, partial(self._moved, own, one.order))
+            for side, own in sides
+            if own.elements is None
+            for one in rearrangements(tuple(own.tensor.shape), side, words, most)
+        )
+        if found is not None or not _same_elements(output, block):
+            return found
         return self._explained("transposed", adjoint(words), self._transposed)
+
+    def _moved(self, own: Block, order: Tensor, one: _Vectors) -> Sums:
+        """Sums that are equal if the elements of one side are in another order."""
+        if own is self.input:
+            return _rearranged(one.u, own, order) * one.gradient, one.v * one.slope
+        return one.u * one.gradient, one.v * _rearranged(one.slope, own, order)
 
     def at_changed_input(self, left: Callable[[], int]) -> Explanation | None:
         """Whether the gradient is right at another point: a saved input may have been changed to that point."""
@@ -270,26 +266,23 @@ class Hypotheses:
         cuts = self._constants.cuts
         if not cuts:
             return None
-        return self._constant(cuts, f"autograd treats {_all_of(cuts)} as a constant")
+        text = f"autograd treats {_all_of(cuts)} as a constant"
+        return self._explained("constant part", text, partial(self._held, cuts))
 
     def taken_for_constant(self, left: Callable[[], int]) -> Explanation | None:
         """Whether the gradient is right if some results or operands of operators in a custom forward are constants."""
         if not self._sums_show_error:
             return None
-        for parts in self._constants.groups():
-            if left() < 4:
-                return None
-            name = _all_of(parts)
-            text = f"backward treats {name} as a constant: its contribution to the gradient is missing"
-            if self.order > 1:
-                text = (
-                    f"derivatives of backward treat {name}, which forward saved, as a constant: compute it in "
-                    "backward, or also return it from forward"
-                )
-            found = self._constant(parts, text)
-            if found is not None:
-                return found
-        return None
+        text = "backward treats {} as a constant: its contribution to the gradient is missing"
+        if self.order > 1:
+            text = (
+                "derivatives of backward treat {}, which forward saved, as a constant: compute it in backward, or also "
+                "return it from forward"
+            )
+        affordable = itertools.takewhile(lambda _: left() >= 4, self._constants.groups())
+        return self._first_explained(
+            ("constant part", text.format(_all_of(parts)), partial(self._held, parts)) for parts in affordable
+        )
 
     @cached_property
     def _constants(self) -> ConstantParts:
@@ -298,21 +291,20 @@ class Hypotheses:
             self.problem.evaluate(True)
         return parts
 
-    def _constant(self, parts: tuple[ConstantPart, ...], text: str) -> Explanation | None:
-        def held(one: _Vectors) -> Sums:
-            slope = self._slope_along(one.u, around=lambda: HeldConstant(self._constants, parts))
-            return one.u * one.gradient, one.v * slope
-
-        return self._explained("constant part", text, held)
+    def _held(self, parts: tuple[ConstantPart, ...], one: _Vectors) -> Sums:
+        """Sums that are equal if the gradient is right with some parts as constants."""
+        slope = self._slope_along(one.u, around=lambda: HeldConstant(self._constants, parts))
+        return one.u * one.gradient, one.v * slope
 
     @cached_property
     def _vectors(self) -> tuple[_Vectors, ...]:
         found = []
         for number in range(2):
-            u, v = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (self.problem.n, self.problem.m))
-            for vector, own, stream in ((u, self.input, 2 + number), (v, self.output, 4 + number)):
-                vector[own.slice] = direction(own.size, self.seed, EVIDENCE_STREAM + 16 * stream)
-            u, v = u.to(self.problem.device), v.to(self.problem.device)
+            sides = (self.problem.n, self.input, 2 + number), (self.problem.m, self.output, 4 + number)
+            u, v = (
+                _at(size, own, direction(own.size, self.seed, EVIDENCE_STREAM + 16 * stream).to(self.problem.device))
+                for size, own, stream in sides
+            )
             gradient = self.problem.vjp(v.unsqueeze(0), only=self.output)[0]
             found.append(_Vectors(u, v, gradient, self._slope_along(u)))
         return tuple(found)
@@ -321,6 +313,9 @@ class Hypotheses:
     def _sums_show_error(self) -> bool:
         """Whether all random sums show that the gradient is wrong."""
         return all(_error_of(one) > 100 * NEAR for one in self._vectors)
+
+    def _first_explained(self, hypotheses: Iterable[_Hypothesis]) -> Explanation | None:
+        return next(filter(None, itertools.starmap(self._explained, hypotheses)), None)
 
     def _explained(self, name: CauseName, text: str, sums: Callable[[_Vectors], Sums]) -> Explanation | None:
         """The hypothesis, if random sums show an error without it and its own sums are equal for all vectors."""
@@ -369,7 +364,7 @@ class Hypotheses:
 
     def _transposed(self, one: _Vectors) -> Sums:
         output, block = self.output, self.input
-        slope = self._slope_along(_at(self.problem, block, one.v[output.slice]))
+        slope = self._slope_along(_at(self.problem.n, block, one.v[output.slice]))
         return one.u * one.gradient, one.u[block.slice] * slope[output.slice]
 
 
@@ -394,12 +389,12 @@ def _points(problem: Problem, name_of: Callable[[Block], str]) -> Iterator[tuple
             (f"{name} squared", here * here),
         ]
         for words, there in results + changed:
-            yield name, words, _at(problem, block, there - here)
+            yield name, words, _at(problem.n, block, there - here)
 
 
-def _at(problem: Problem, block: Block, values: Tensor) -> Tensor:
-    """A vector with these values at the coordinates of a block, and zero elsewhere: float64, shape (n,)."""
-    along = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
+def _at(size: int, block: Block, values: Tensor) -> Tensor:
+    """A vector with these values at the coordinates of a block, and zero elsewhere: float64, shape (size,)."""
+    along = torch.zeros(size, dtype=torch.float64, device=values.device)
     along[block.slice] = values
     return along
 
@@ -438,10 +433,9 @@ def _scaled(coordinates: Tensor, block: Block, scale: Tensor) -> Tensor:
     return scaled
 
 
-def _rearranged(coordinates: Tensor, block: Block, rearrangement: Rearrangement) -> Tensor:
-    """A copy of the input or output coordinates, in which those of one block are rearranged."""
+def _rearranged(coordinates: Tensor, block: Block, order: Tensor) -> Tensor:
+    """A copy of the input or output coordinates, in which the elements of one block are in another order."""
     moved = coordinates.clone()
-    own = block.slice
-    elements = coordinates[own].reshape(*block.tensor.shape, block.width)
-    moved[own] = rearrangement.apply(elements, 0).reshape(-1)
+    elements = coordinates[block.slice].reshape(-1, block.width)
+    moved[block.slice] = elements[order.to(elements.device)].reshape(-1)
     return moved

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -130,11 +130,11 @@ def structure_causes(sample: Sample, settings: Tolerances, words: Wording) -> It
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """A rearrangement of the dimensions of one side; apply takes a tensor and the first of these dimensions."""
+    """A rearrangement of one side; order: the number, in C order, of the element that moves to each place."""
 
     name: CauseName
     text: str
-    apply: Callable[[Tensor, int], Tensor]
+    order: Tensor
 
 
 def rearrangements(
@@ -143,6 +143,7 @@ def rearrangements(
     """Rearrangements of one side of a Jacobian: transposed, shifted or reversed."""
     what, name = words.vector(side), words.input if side == "input" else words.output
     dims = range(len(shape))
+    numbers = torch.arange(math.prod(shape), device="cpu").view(shape)
 
     def shown(shift: int, size: int) -> int:
         # Rows of the Jacobian that are shifted by k result from a grad_output that is shifted by -k, and columns from a
@@ -152,36 +153,20 @@ def rearrangements(
     for p, q in itertools.combinations(dims, 2):
         if shape[p] == shape[q] > 1:
             text = f"{what} is transposed: dimensions {p} and {q} of {name} are swapped"
-            yield Rearrangement("transposed", text, partial(_swapped, p, q))
+            yield Rearrangement("transposed", text, numbers.transpose(p, q).flatten())
     for dim, size in enumerate(shape):
         for shift in _nearest_first(size, most_shifts):
             text = f"{what} is shifted by {shown(shift, size)} along dimension {dim}"
-            yield Rearrangement("rolled", text, partial(_rolled, shift, dim))
+            yield Rearrangement("rolled", text, numbers.roll(shift, dim).flatten())
     if len(shape) > 1:
         for shift in _nearest_first(math.prod(shape), most_shifts):
             text = f"{what} is shifted by {shown(shift, math.prod(shape))} in memory, over all of its elements"
-            yield Rearrangement("rolled", text, partial(_rolled_flat, shift, len(shape)))
+            yield Rearrangement("rolled", text, numbers.flatten().roll(shift))
     for dim, size in enumerate(shape):
         if size > 1:
-            yield Rearrangement("permuted", f"{what} is reversed along dimension {dim}", partial(_flipped, (dim,)))
+            yield Rearrangement("permuted", f"{what} is reversed along dimension {dim}", numbers.flip(dim).flatten())
     if len(shape) > 1:
-        yield Rearrangement("permuted", f"{what} is reversed along all dimensions", partial(_flipped, tuple(dims)))
-
-
-def _swapped(p: int, q: int, tensor: Tensor, first: int) -> Tensor:
-    return tensor.transpose(first + p, first + q)
-
-
-def _rolled(shift: int, dim: int, tensor: Tensor, first: int) -> Tensor:
-    return tensor.roll(shift, first + dim)
-
-
-def _rolled_flat(shift: int, dims: int, tensor: Tensor, first: int) -> Tensor:
-    return tensor.flatten(first, first + dims - 1).roll(shift, first).reshape(tensor.shape)
-
-
-def _flipped(dims: tuple[int, ...], tensor: Tensor, first: int) -> Tensor:
-    return tensor.flip([first + dim for dim in dims])
+        yield Rearrangement("permuted", f"{what} is reversed along all dimensions", numbers.flatten().flip(0))
 
 
 def _nearest_first(size: int, most: int) -> Iterable[int]:
@@ -201,17 +186,14 @@ def _of_rearrangements(matrices: _Matrices, sample: Sample, words: Wording) -> I
 def _rearranged(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[tuple[CauseName, str, Tensor]]:
     """Yields the numerical Jacobian with other orders of inputs or outputs, then transposed, with name and text."""
     n, outputs = matrices.numerical, matrices.outputs
-    sides: tuple[tuple[Side, int, tuple[int, ...]], ...] = (
-        ("input", outputs, sample.input_shape),
-        ("output", 0, sample.output_shape),
-    )
-    for side, first, shape in sides:
-        for one in rearrangements(shape, side, words):
-            yield one.name, one.text, one.apply(n, first)
+    flat = n.reshape(math.prod(sample.output_shape), math.prod(sample.input_shape))
+    for one in rearrangements(sample.input_shape, "input", words):
+        yield one.name, one.text, flat[:, one.order].reshape(n.shape)
+    for one in rearrangements(sample.output_shape, "output", words):
+        yield one.name, one.text, flat[one.order].reshape(n.shape)
     if sample.input_shape != sample.output_shape or not sample.output_shape:
         return
-    nonzero = n.reshape(math.prod(sample.output_shape), -1) != 0
-    is_permutation = all(bool((nonzero.sum(dim) <= 1).all()) for dim in (0, 1))
+    is_permutation = all(bool(((flat != 0).sum(dim) <= 1).all()) for dim in (0, 1))
     candidates = [("", n.permute(*range(outputs, n.dim()), *range(outputs)))]
     candidates += [(f"along dimension {dim} ", n.transpose(dim, outputs + dim)) for dim in range(outputs)]
     for along, transposed in candidates:
