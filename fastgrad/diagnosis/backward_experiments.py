@@ -88,13 +88,9 @@ class BackwardExperiments(Experiments):
 
     def _scaled(self, v: Tensor) -> None:
         gradient = self._vjp(v)
-        size = _size(gradient)
-        found = []
-        for scale in SCALES:
-            other = self._vjp(scale * v)
-            found.append(
-                (scale, self._nonlinearity(other / scale, gradient), _size(other) / size if size else math.nan)
-            )
+        size = _size(gradient) or math.nan
+        others = [(scale, self._vjp(scale * v)) for scale in SCALES]
+        found = ((c, self._nonlinearity(other / c, gradient), _size(other) / size) for c, other in others)
         self._note(scaled=tuple(found))
 
     def _split(self, v: Tensor) -> None:

@@ -58,6 +58,9 @@ class Elements:
 Covers = Callable[[Elements], Tensor]
 """Tells which elements are wrong according to a rule: bool, shape (elements,)."""
 
+Numbers = Callable[[Elements], Tensor]
+"""A number of each element, for example its value or an index: shape (elements,)."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -94,10 +97,6 @@ class _JudgedElements(Elements):
     share: float
     entries: tuple[int, int]
     is_complete: bool
-
-    def chance(self) -> float:
-        """The probability that a given rule fits the wrong elements by chance."""
-        return math.exp(_log_chance(int(self.bad.sum()), self.bad.numel()))
 
 
 def _log_chance(chosen: int, total: int) -> float:
@@ -223,7 +222,6 @@ def _triangle(places: _JudgedElements, name: str) -> Rule | None:
     row, column = places.index[:, -2], places.index[:, -1]
     if int(row.max()) != int(column.max()) or int(row.max()) < 2:
         return None
-    bad, total = int(places.bad.sum()), places.bad.numel()
     parts: tuple[tuple[str, Covers], ...] = (
         ("above the diagonal", lambda some: some.index[:, -2] < some.index[:, -1]),
         ("below the diagonal", lambda some: some.index[:, -2] > some.index[:, -1]),
@@ -237,7 +235,7 @@ def _triangle(places: _JudgedElements, name: str) -> Rule | None:
                 f"derivatives are wrong only {where} of the last two dimensions of {name}; look for a mask, tril() or "
                 "triu()"
             )
-            return _rule("triangle", text, places, len(parts) * math.exp(_log_chance(bad, total)), 0.93, covers)
+            return _rule("triangle", text, places, len(parts), 0.93, covers)
     return None
 
 
@@ -245,7 +243,7 @@ def _rule(
     name: CauseName,
     text: str,
     places: _JudgedElements,
-    chance: float,
+    tried: int,
     base: float,
     covers: Covers,
     edges: tuple[Covers, ...] = (),
@@ -253,21 +251,18 @@ def _rule(
 ) -> Rule | None:
     """A rule that fits all wrong and no right elements; None if chance may explain it.
 
-    chance: the probability that it fits by chance; max_chance: the largest such probability at which the rule is still
-    returned if all elements are known; base: its confidence if the probability is zero.
+    tried: the number of rules of this kind; max_chance: the largest probability that one of them fits by chance, with
+    which the rule is still returned if all elements are known; base: its confidence if the probability is zero.
     """
+    bad, total = int(places.bad.sum()), places.bad.numel()
+    chance = tried * math.exp(_log_chance(bad, total))
     if chance > (max_chance if places.is_complete else CHANCE_IN_SAMPLE):
         return None
-    bad, total = int(places.bad.sum()), places.bad.numel()
     wrong = {1: "the only element", 2: "both elements"}.get(bad, f"all {bad:,} elements")
     sampled = "" if places.is_complete else " in the sample"
     others = "not of the other one" if total - bad == 1 else f"of none of the {total - bad:,} others"
     measure = f"true of {wrong} with wrong entries, and {others}{sampled}"
     return _of(places, Cause(name, text, measure, base * (1 - chance)), covers, chance, edges)
-
-
-def _extent(index: Tensor) -> tuple[int, int]:
-    return int(index.min()), int(index.max())
 
 
 def _tails(places: _JudgedElements, name: str) -> list[Rule | None]:
@@ -282,16 +277,15 @@ def _tails(places: _JudgedElements, name: str) -> list[Rule | None]:
         bounds.append((f"the elements of {name} in memory", lambda some: some.elements, total))
     for what, number, size in bounds:
         along = number(places)
-        blocks = _tail_blocks(_extent(along[~bad])[1], _extent(along[bad])[0], size)
+        blocks = _tail_blocks(int(along[~bad].max()), int(along[bad].min()), size)
         rules = []
         for start, block in blocks.items():
             text = (
                 f"derivatives are wrong only in the last tile: from index {start}, a multiple of {block}, to the end "
                 f"of {what} (size {size})"
             )
-            base, edge = 0.94 if block >= 8 else 0.88, _at_number(number, start)
-            chance = 2 * places.chance()
-            rules.append(_rule("last tile", text, places, chance, base, _from(number, start), (edge,)))
+            base, covers, edge = 0.94 if block >= 8 else 0.88, _where(number, ">=", start), _where(number, "==", start)
+            rules.append(_rule("last tile", text, places, 2, base, covers, (edge,)))
         if rules:
             return rules[:1] if places.is_complete else rules
     # The elements are right in a box that begins at the first element, and nowhere else.
@@ -308,20 +302,12 @@ def _tails(places: _JudgedElements, name: str) -> list[Rule | None]:
         "derivatives are wrong only in the last tiles: they are right up to the last multiples of "
         f"{multiples} along the dimensions of {name}"
     )
-    edges = tuple(_at_number(_along(dim), start) for dim, start in cut.items())
-    return [_rule("last tile", text, places, 2 * places.chance(), 0.93, lambda some: (some.index > ends).any(1), edges)]
+    edges = tuple(_where(_along(dim), "==", start) for dim, start in cut.items())
+    return [_rule("last tile", text, places, 2, 0.93, lambda some: (some.index > ends).any(1), edges)]
 
 
-def _along(dim: int) -> Covers:
+def _along(dim: int) -> Numbers:
     return lambda some: some.index[:, dim]
-
-
-def _from(number: Covers, start: int) -> Covers:
-    return lambda some: number(some) >= start
-
-
-def _at_number(number: Covers, index: int) -> Covers:
-    return lambda some: number(some) == index
 
 
 def _tail_blocks(last_right: int, first_wrong: int, size: int) -> dict[int, int]:
@@ -341,7 +327,7 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
     index, bad = places.index, places.bad
     for dim, size in enumerate(places.shape):
         right, wrong = index[~bad][:, dim], index[bad][:, dim]
-        low, high = _extent(right)
+        low, high = int(right.min()), int(right.max())
         inside = (wrong >= low) & (wrong <= high)
         most = max(1, size // 3)
         first, last = low, size - 1 - high
@@ -362,7 +348,7 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
         else:  # a single wrong row may be the first or last one by chance
             base = 0.91 if mixes and (places.mixing is not None or dim >= 2) else 0.7
         covers, edges = _outside(low, high, [dim]), _edges([(dim, low, high)], places.shape)
-        return _rule("boundary", text, places, 2 * places.chance(), base, covers, edges, most_chance)
+        return _rule("boundary", text, places, 2, base, covers, edges, most_chance)
     right = index[~bad]
     if right.numel() and len(places.shape) > 1:
         low_corner, high_corner = right.amin(0), right.amax(0)
@@ -373,14 +359,14 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
             text = f"derivatives are wrong only along the borders of {name}{_HALO if places.mixing else ''}"
             covers = _outside(low_corner, high_corner, dims)
             edges = _edges(list(zip(dims, low_corner.tolist(), high_corner.tolist(), strict=True)), places.shape)
-            return _rule("boundary", text, places, 2 * places.chance(), 0.93, covers, edges)
+            return _rule("boundary", text, places, 2, 0.93, covers, edges)
     return None
 
 
 def _edges(inside: list[tuple[int, int, int]], shape: tuple[int, ...]) -> tuple[Covers, ...]:
     """The edges of a rule for elements outside of some ranges: dimension, first and last index inside."""
     bounds = [(dim, index) for dim, low, high in inside for index in (low - 1, high + 1) if 0 <= index < shape[dim]]
-    return tuple(_at_number(_along(dim), index) for dim, index in bounds)
+    return tuple(_where(_along(dim), "==", index) for dim, index in bounds)
 
 
 def _outside(low: Tensor | int, high: Tensor | int, dims: list[int]) -> Covers:
@@ -397,23 +383,18 @@ def _slice(places: _JudgedElements, name: str) -> Rule | None:
     if int(bad.sum()) < 2 and places.bad.numel() < 2 * sum(places.shape):
         return None
     wrong = index[bad]
-    fixed = [
-        dim
-        for dim in range(len(places.shape))
-        if places.shape[dim] > 1 and bool((wrong[:, dim] == wrong[0, dim]).all())
-    ]
+    is_fixed = (wrong == wrong[0]).all(0).tolist()
+    fixed = [dim for dim, size in enumerate(places.shape) if size > 1 and is_fixed[dim]]
     if not fixed or len(fixed) == len(places.shape):
         return None
     rules = sum(torch.unique(index[:, dim]).numel() for dim in range(len(places.shape)))
     for count in range(1, len(fixed) + 1):
         for dims in map(list, itertools.combinations(fixed, count)):
-            inside = (index[:, dims] == wrong[0, dims]).all(1)
-            if bool((inside & ~bad).any()):
+            covers = _at(dims, wrong[0, dims])
+            if bool((covers(places) & ~bad).any()):
                 continue
             spot = ", ".join(str(int(wrong[0, dim])) if dim in dims else ":" for dim in range(len(places.shape)))
-            chance = rules**count * places.chance()
-            covers = _at(dims, wrong[0, dims])
-            return _rule("slice", f"derivatives are wrong only in {name}[{spot}]", places, chance, 0.9, covers)
+            return _rule("slice", f"derivatives are wrong only in {name}[{spot}]", places, rules**count, 0.9, covers)
     return None
 
 
@@ -431,8 +412,9 @@ def _region(places: _JudgedElements, name: str) -> Rule | None:
     exactly = _single_value(places, name)
     if exactly is not None:
         return exactly
-    for what, of in ((name, values), (f"|{name}|", values.abs())):
-        right, wrong = of[~bad], of[bad]
+    kinds: tuple[tuple[str, Numbers], ...] = ((name, _values), (f"|{name}|", lambda some: _values(some).abs()))
+    for what, number in kinds:
+        right, wrong = number(places)[~bad], number(places)[bad]
         if float(wrong.max()) < float(right.min()):
             last_wrong, first_right, sign = float(wrong.max()), float(right.min()), "<"
         elif float(wrong.min()) > float(right.max()):
@@ -442,47 +424,45 @@ def _region(places: _JudgedElements, name: str) -> Rule | None:
         threshold, natural = _threshold(*sorted((last_wrong, first_right)))
         if wrong.numel() == 1 and not natural:
             return None  # a single wrong element often has the largest or smallest value by chance
-        chance = (2 if natural else 4) * places.chance()
         base = 0.92 if natural else 0.89
         sign += "=" * (threshold == last_wrong)
-        covers = _where(sign, threshold, what != name)
-        edge = _last_of(covers, what != name, sign[0])
+        covers = _where(number, sign, threshold)
+        edge = _last_of(covers, number, sign[0])
         text = f"derivatives are wrong only where {what} {sign} {threshold:.4g}"
-        return _rule("region", text, places, chance, base, covers, (edge,))
+        return _rule("region", text, places, 2 if natural else 4, base, covers, (edge,))
     right, wrong = values[~bad], values[bad]
     low, high = float(wrong.min()), float(wrong.max())
     if not bool(((right >= low) & (right <= high)).any()) and bool((right < low).any()) and bool((right > high).any()):
         begin, _ = _threshold(float(right[right < low].max()), low)
         end, _ = _threshold(high, float(right[right > high].min()))
         signs = "<=" if begin == low else "<", "<=" if end == high else "<"
-        chance = places.bad.numel() ** 2 * places.chance()
         text = f"derivatives are wrong only where {begin:.4g} {signs[0]} {name} {signs[1]} {end:.4g}"
-        first, last = _where(signs[0].replace("<", ">"), begin, False), _where(signs[1], end, False)
-        edges = _last_of(first, False, ">"), _last_of(last, False, "<")
-        return _rule("region", text, places, chance, 0.85, lambda some: first(some) & last(some), edges)
+        first, last = _where(_values, signs[0].replace("<", ">"), begin), _where(_values, signs[1], end)
+        edges = _last_of(first, _values, ">"), _last_of(last, _values, "<")
+        tried = places.bad.numel() ** 2
+        return _rule("region", text, places, tried, 0.85, lambda some: first(some) & last(some), edges)
     return None
 
 
-def _last_of(covers: Covers, of_modulus: bool, sign: str) -> Covers:
-    """The covered elements whose values, or moduli, are nearest to the threshold of a region."""
+def _last_of(covers: Covers, number: Numbers, sign: str) -> Covers:
+    """The covered elements whose numbers are nearest to the threshold of a region."""
 
     def edge(some: Elements) -> Tensor:
-        assert some.values is not None
-        values, covered = some.values.abs() if of_modulus else some.values, covers(some)
-        return values == (values[covered].max() if sign == "<" else values[covered].min())
+        numbers, covered = number(some), covers(some)
+        return numbers == (numbers[covered].max() if sign == "<" else numbers[covered].min())
 
     return edge
 
 
-def _where(sign: str, threshold: float, of_modulus: bool) -> Covers:
-    """Tells which values, or moduli of values, are on one side of a threshold or equal to it, as `sign` says."""
+def _values(some: Elements) -> Tensor:
+    assert some.values is not None
+    return some.values
+
+
+def _where(number: Numbers, sign: str, threshold: float) -> Covers:
+    """Tells which numbers are on one side of a threshold or equal to it, as `sign` says."""
     compare = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "==": torch.eq}[sign]
-
-    def covers(some: Elements) -> Tensor:
-        assert some.values is not None
-        return compare(some.values.abs() if of_modulus else some.values, threshold)
-
-    return covers
+    return lambda some: compare(number(some), threshold)
 
 
 def _single_value(places: _JudgedElements, name: str) -> Rule | None:
@@ -494,15 +474,8 @@ def _single_value(places: _JudgedElements, name: str) -> Rule | None:
         return None
     if wrong.numel() == 1 and value not in COMMON_THRESHOLDS:
         return None
-    covers = _where("==", value, False)
-    return _rule(
-        "region",
-        f"derivatives are wrong only where {name} is {value + 0.0:.4g}",
-        places,
-        2 * places.chance(),
-        0.92,
-        covers,
-    )
+    text = f"derivatives are wrong only where {name} is {value + 0.0:.4g}"
+    return _rule("region", text, places, 2, 0.92, _where(_values, "==", value))
 
 
 def _threshold(low: float, high: float) -> tuple[float, bool]:

@@ -63,8 +63,8 @@ class Samples(Experiments):
         return replace(
             sample,
             # The unspecified zeros of a sparse input are a property of its layout, not of its values.
-            input_values=None if is_densified else _elements(at, block).cpu()[element],
-            output_values=_elements(values, output).cpu()[sample.outputs],
+            input_values=None if is_densified else _paired(at[block.slice], block).cpu()[element],
+            output_values=_paired(values[output.slice], output).cpu()[sample.outputs],
         )
 
     def _whole(self, output: Block, block: Block) -> Sample:
@@ -107,16 +107,14 @@ class Samples(Experiments):
         own = columns[:, output.slice]
         imaginary = int(self._failure.part == "imaginary")
         if self._failure.mode == "forward":
-            own = own[imaginary :: block.width]
-            return (_paired(own) if output.is_complex else own).t()
-        own = own[:, imaginary :: output.width].t()
-        return _paired(own) if block.is_complex else own
+            return _paired(own[imaginary :: block.width], output).t()
+        return _paired(own[:, imaginary :: output.width].t(), block)
 
     def _rows(self, output: Block, block: Block, first: int, count: int) -> Tensor:
         """Analytical rows of some successive elements of an output: shape (count, input elements)."""
         imaginary = self._failure.part == "imaginary"
         rows, _, _ = self._problem.analytical_rows(output, imaginary, first, count, [block])
-        return _paired(rows) if block.is_complex else rows
+        return _paired(rows, block)
 
     def _of_matrices(
         self,
@@ -145,9 +143,8 @@ class Samples(Experiments):
         i, j = kept.nonzero(as_tuple=True)
         chosen = _thinned(failing[kept], self._settings.seed)
         i, j = i[chosen], j[chosen]
-        element = (
-            torch.arange(block.size // block.width, device="cpu") if block.elements is None else block.elements.cpu()
-        )
+        count = block.size // block.width
+        element = torch.arange(count, device="cpu") if block.elements is None else block.elements.cpu()
         complete = whole and block.elements is None and i.numel() == int(kept.sum())
         shapes = tuple(output.tensor.shape), tuple(block.tensor.shape)
         outputs = i if rows is None else torch.tensor(rows, device="cpu")[i]
@@ -177,15 +174,10 @@ def _around(element: int, shape: tuple[int, ...], seed: int) -> list[int]:
     return [element_number(place, shape) for place in dict.fromkeys(places)]
 
 
-def _elements(coordinates: Tensor, block: Block) -> Tensor:
-    """The values of a block's elements, from the coordinates of all inputs or of all outputs."""
-    own = coordinates[block.slice]
-    return torch.view_as_complex(own.contiguous().view(-1, 2)) if block.is_complex else own
-
-
-def _paired(coordinates: Tensor) -> Tensor:
-    """Complex entries from pairs of columns: complex128, shape (rows, entries)."""
-    return torch.view_as_complex(coordinates.contiguous().view(coordinates.shape[0], -1, 2))
+def _paired(coordinates: Tensor, block: Block) -> Tensor:
+    """Elements of a block from their coordinates along the last dimension, of which a complex element has two."""
+    pairs = (*coordinates.shape[:-1], -1, 2)
+    return torch.view_as_complex(coordinates.reshape(pairs).contiguous()) if block.is_complex else coordinates
 
 
 def _wide(values: Tensor) -> Tensor:
