@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -299,7 +299,7 @@ def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bo
         _check_dependence(outputs, inputs)
     tensors = (*outputs, *inputs)
     if options.create_graph or not all(_is_plain(tensor, inputs[0].device) for tensor in tensors):
-        return _recorded(_rows_by_torch(outputs, inputs, options), outputs, inputs, options)
+        return _joined(_rows_by_torch(outputs, inputs, options), outputs, inputs, options)
     is_real = not any(tensor.is_complex() for tensor in tensors)
     columns = (lambda: backward_of_backward_map(outputs, inputs)) if is_real else (lambda: None)
     found = entries_by_structure(backward_map(outputs, inputs), columns, symmetric and is_real)
@@ -308,7 +308,7 @@ def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bo
         return of_entries(found, outputs, inputs, dtypes, is_sparse_enough(found, options.sparse))
     blocks = _rows_by_torch(outputs, inputs, options) if options.vectorize else _rows(outputs, inputs)
     if options.sparse is True:
-        return _sparse_rows(blocks, outputs, inputs)
+        return _joined(blocks, outputs, inputs, options)
     parts = [[zeros(output, value, value.dtype) for value in inputs] for output in outputs]
     for o, first, rows in blocks:
         for part, row in zip(parts[o], rows, strict=True):
@@ -405,47 +405,31 @@ def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows
             )
 
 
-Piece = TypeVar("Piece")
+def _joined(blocks: Rows, outputs: Tensors, inputs: Tensors, options: _Options) -> Parts:
+    """The parts of a Jacobian, concatenated from blocks of rows; differentiable with create_graph.
 
-
-def _collected(
-    blocks: Rows, outputs: Tensors, inputs: Tensors, piece: Callable[[int, Tensor], Piece]
-) -> Iterator[list[tuple[Tensor, Tensor, list[Piece]]]]:
-    """Yields, for each output, (output, input, pieces) of each input; `piece` takes (first row, rows)."""
-    pieces: list[list[list[Piece]]] = [[[] for _ in inputs] for _ in outputs]
-    for o, first, rows in blocks:
-        for own, row in zip(pieces[o], rows, strict=True):
-            own.append(piece(first, row))
-    for output, of_output in zip(outputs, pieces, strict=True):
-        yield [(output, value, own) for value, own in zip(inputs, of_output, strict=True)]
-
-
-def _recorded(blocks: Rows, outputs: Tensors, inputs: Tensors, options: _Options) -> Parts:
-    """The parts of a Jacobian, concatenated from rows of any kind; differentiable with create_graph."""
+    In a sparse result, zeros are dropped from each block as it is computed.
+    """
+    layout = torch.sparse_coo if options.sparse is True else torch.strided
 
     def part(output: Tensor, value: Tensor, rows: list[Tensor]) -> Tensor:
-        if not rows:
-            return zeros(output, value, value.dtype)
-        whole = torch.cat(rows).reshape((*output.shape, *value.shape))
-        whole = whole if options.create_graph else whole.detach()
-        return whole.to_sparse() if options.sparse is True else whole
+        size = output.numel(), value.numel()
+        whole = torch.cat(rows or [torch.zeros(size, dtype=value.dtype, device=value.device, layout=layout)])
+        if layout is torch.strided:
+            return whole.reshape((*output.shape, *value.shape))
+        whole = whole.coalesce()
+        i, j = whole.indices()
+        return sparse_part(i, j, whole.values().to(value.dtype), output.shape, value.shape)
 
-    return [[part(*one) for one in row] for row in _collected(blocks, outputs, inputs, lambda _, rows: rows)]
-
-
-def _sparse_rows(blocks: Rows, outputs: Tensors, inputs: Tensors) -> Parts:
-    """The parts of a Jacobian as COO tensors; zeros are dropped from each block of rows as it is computed."""
-
-    def entries(first: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        i, j = rows.nonzero(as_tuple=True)
-        return i + first, j, rows[i, j]
-
-    def part(output: Tensor, value: Tensor, found: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-        none = torch.empty(0, dtype=torch.int64, device=value.device)
-        i, j, values = (torch.cat(side) for side in zip((none, none, none), *found, strict=True))
-        return sparse_part(i, j, values.to(value.dtype), output.shape, value.shape)
-
-    return [[part(*one) for one in row] for row in _collected(blocks, outputs, inputs, entries)]
+    found: list[list[list[Tensor]]] = [[[] for _ in inputs] for _ in outputs]
+    for o, _, block in blocks:
+        for of_input, rows in zip(found[o], block, strict=True):
+            kept = rows if options.create_graph else rows.detach()
+            of_input.append(kept if layout is torch.strided else kept.to_sparse())
+    return [
+        [part(output, value, rows) for value, rows in zip(inputs, of_output, strict=True)]
+        for output, of_output in zip(outputs, found, strict=True)
+    ]
 
 
 def _forward(name: str, func: Func, given: Tensors, options: _Options, symmetric: bool = False) -> tuple[bool, Parts]:
