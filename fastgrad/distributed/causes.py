@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from fastgrad.core.random import COTANGENT_STREAM, direction
+from fastgrad.core.random import COTANGENT_STREAM, uniform_like
 from fastgrad.core.ranks import RankError
 from fastgrad.distributed.placements import Space, held_by, parts_of, whole_of
 from fastgrad.distributed.session import Session, cotangent_parts
@@ -69,8 +69,7 @@ def _place(failure: Failure, session: Session) -> list[str]:
     return [f"the gradient of {name} is wrong on rank {rank}, at {index} of its part"]
 
 
-@dataclass
-class _Sampled:
+class _Sampled(NamedTuple):
     """The gradient of a rank at some elements of its part of an input, and the differences there.
 
     Attributes
@@ -91,9 +90,7 @@ class _Sampled:
 def _causes(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
     """The causes that explain the gradients of all ranks."""
     count = len(sampled)
-    found, numerical, own = (
-        torch.cat([getattr(one, name) for one in sampled]) for name in ("found", "numerical", "own")
-    )
+    found, numerical, own = (torch.cat(values) for values in zip(*sampled, strict=True))
     if not bool(numerical.any()) or not bool(found.isfinite().all()):
         return []
     partial, replicated = (isinstance(space.gradient, kind) for kind in (Partial, Replicate))
@@ -158,7 +155,8 @@ def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float)
     """The gradients of an input on all ranks, with differences."""
     graph = session.call(inputs, True)
     outputs = list(zip(graph.outputs, graph.output_like, strict=True))
-    cotangents = [_random_like(whole_of(like, space.placement), number) for number, (space, like) in enumerate(outputs)]
+    whole = [whole_of(like, space.placement) for space, like in outputs]
+    cotangents = [uniform_like(output, number, COTANGENT_STREAM) for number, output in enumerate(whole)]
     held = session.backward(graph, cotangents, False).parts[which]
     parts = [cotangent_parts(v, space, like) for v, (space, like) in zip(cotangents, outputs, strict=True)]
     placement, like = session.inputs[which].placement, session.base[which]
@@ -179,11 +177,8 @@ def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float)
         ]
         joined = (whole_of(own, space.placement) for own, (space, _) in zip(of_ranks, outputs, strict=True))
         total = sum(float((v.cpu() * d).sum()) for v, d in zip(cotangents, joined, strict=True))
-        own = [
-            sum(float((v[rank] * d[rank]).sum()) for v, d in zip(parts, of_ranks, strict=True))
-            for rank in range(len(like))
-        ]
-        return total, own
+        pairs = list(zip(parts, of_ranks, strict=True))
+        return total, [sum(float((v[rank] * d[rank]).sum()) for v, d in pairs) for rank in range(len(like))]
 
     known = functools.cache(difference)
     found = []
@@ -191,13 +186,6 @@ def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float)
         some = torch.linspace(0, max(0, local.numel() - 1), min(PER_RANK, local.numel())).round().long()
         gradient = (zeros * 0 if part is None else part).reshape(-1)[some]
         at = [known(int(number)) for number in local.reshape(-1)[some]]
-        numerical, own = (
-            torch.tensor(values, dtype=torch.float64) for values in ([t for t, _ in at], [o[rank] for _, o in at])
-        )
-        found.append(_Sampled(gradient.double(), numerical, own))
+        values = torch.tensor([(total, own[rank]) for total, own in at], dtype=torch.float64).view(-1, 2)
+        found.append(_Sampled(gradient.double(), *values.unbind(1)))
     return found
-
-
-def _random_like(tensor: Tensor, number: int) -> Tensor:
-    v = direction(tensor.numel(), number, COTANGENT_STREAM)
-    return v.view(tensor.shape).to(tensor.dtype)

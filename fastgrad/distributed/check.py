@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -30,18 +29,6 @@ _NOT_HERE = (
     *("grad_outputs", "reference", "reference_device"),
 )
 """Keywords of `fastgrad.check` that a distributed check does not support."""
-
-
-@dataclass(frozen=True)
-class _About:
-    """The call of one rank, compared with those of the others before the check begins."""
-
-    function: str
-    versions: tuple[str, str]
-    spaces: tuple[Space, ...]
-    results: tuple[Space, ...] | None
-    keywords: str
-    parts: tuple[Tensor, ...]
 
 
 @restores_caller_state
@@ -126,27 +113,26 @@ def check(
     spaces = [_space(f"input {i}", arguments[i], placed[0][i], placed[1][i]) for i in checked]
     member = Member(func, arguments, checked)
     ranks = Ranks(group or dist.distributed_c10d._get_default_group(), seconds)
-    about = _About(
-        function_name(func) or type(func).__name__,
-        (__version__, str(torch.__version__)),
-        tuple(spaces),
-        _result_spaces(outputs, output_gradients),
-        repr(sorted(keywords.items())),
-        member.parts(),
-    )
+    call: dict[str, Any] = {
+        "function": function_name(func) or type(func).__name__,
+        "versions": (__version__, str(torch.__version__)),
+        "spaces": tuple(spaces),
+        "results": _result_spaces(outputs, output_gradients),
+        "keywords": repr(sorted(keywords.items())),
+    }
     random = RandomState()
     with ranks.within_time():
         try:
-            all_about = ranks.gather(about)
-            _reject_what_does_not_fit(all_about, checked)
+            calls, parts = zip(*ranks.gather((call, member.parts())), strict=True)
+            _reject_what_does_not_fit(calls, parts, checked)
             if ranks.rank != 0:
                 outcome = follow(ranks, member)
                 if isinstance(outcome, BaseException):
                     raise outcome
                 assert isinstance(outcome, Report)
                 return outcome
-            session = Session(ranks, member, spaces, about.results)
-            session.base = [list(parts) for parts in zip(*(one.parts for one in all_about), strict=True)]
+            session = Session(ranks, member, spaces, call["results"])
+            session.base = [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
             return _lead(session, func, arguments, checked, keywords)
         finally:
             member.restore()
@@ -240,15 +226,15 @@ def _result_spaces(outputs: Any, gradients: Any) -> tuple[Space, ...] | None:
     )
 
 
-def _reject_what_does_not_fit(ranks: Sequence[_About], checked: Sequence[int]) -> None:
+def _reject_what_does_not_fit(
+    calls: Sequence[Mapping[str, Any]], parts_of_ranks: Sequence[Sequence[Tensor]], checked: Sequence[int]
+) -> None:
     """Raises if the calls of the ranks differ, or their parts do not form a tensor."""
-    calls = [{name: value for name, value in vars(one).items() if name != "parts"} for one in ranks]
     reject_differences(calls, "fastgrad.distributed.check with the same func, placements and keywords")
-    first = ranks[0]
-    if not first.spaces:
+    spaces = calls[0]["spaces"]
+    if not spaces:
         raise ValueError("fastgrad.distributed.check needs an input with requires_grad=True, but there is none.")
-    for k, (i, space) in enumerate(zip(checked, first.spaces, strict=True)):
-        parts = [one.parts[k] for one in ranks]
+    for i, space, parts in zip(checked, spaces, zip(*parts_of_ranks, strict=True), strict=True):
         why = mismatch(space.placement, [part.shape for part in parts])
         if not why and len({part.dtype for part in parts}) > 1:
             why = f"has the dtypes {', '.join(str(part.dtype) for part in parts)}"

@@ -102,7 +102,8 @@ class Member:
             outputs = [_local(tensor) for tensor in tensors]
         if order.record:
             self._graphs[order.graph] = _LocalGraph(list(self._inputs), list(outputs), order.inputs)
-        spaces = tuple(_own_space(tensor) for tensor in tensors)
+        placed: list[Any] = [tensor.placements[0] if isinstance(tensor, DTensor) else None for tensor in tensors]
+        spaces = tuple(None if placement is None else Space(placement, dual(placement)) for placement in placed)
         return replace(_answer(outputs), spaces=spaces, is_single=isinstance(results, Tensor))
 
     def _backward(self, order: Order, graph: _LocalGraph) -> Answer:
@@ -141,13 +142,6 @@ def _local(result: Tensor) -> Tensor:
     if not isinstance(result, DTensor):
         return result
     return result.to_local(grad_placements=[dual(placement) for placement in result.placements])
-
-
-def _own_space(result: Tensor) -> Space | None:
-    if not isinstance(result, DTensor):
-        return None
-    placement: Any = result.placements[0]
-    return Space(placement, dual(placement))
 
 
 def _placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import fastgrad
 import fastgrad.distributed
 from fastgrad.distributed import RankError
-from fastgrad.distributed.check import _About, _reject_what_does_not_fit
+from fastgrad.distributed.check import _reject_what_does_not_fit
 from fastgrad.distributed.placements import Space
 
 
@@ -151,9 +150,13 @@ def test_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
         fastgrad.distributed.check(torch.sin, (leaf(3),), placements=[Shard(0)], outputs=Shard(0))
 
 
-def about(x: Tensor, placement: Any = Replicate(), **values: Any) -> _About:  # noqa: B008
-    call = _About("sin", ("1", "2"), (Space(placement, placement),), None, "[]", (x.detach(),))
-    return replace(call, **values)
+def about(x: Tensor, placement: Any = Replicate(), **values: Any) -> tuple[dict[str, Any], tuple[Tensor]]:  # noqa: B008
+    call = {"function": "sin", "spaces": (Space(placement, placement),), "results": None, "keywords": "[]", **values}
+    return call, (x.detach(),)
+
+
+def reject_what_does_not_fit(ranks: list[tuple[dict[str, Any], tuple[Tensor]]], checked: list[int]) -> None:
+    _reject_what_does_not_fit([call for call, _ in ranks], [parts for _, parts in ranks], checked)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +169,14 @@ def about(x: Tensor, placement: Any = Replicate(), **values: Any) -> _About:  # 
         ([about(leaf(3)), about(leaf(3) + 1)], ValueError, r"at \[\d\] it is .* on rank 0 and .* on rank 2"),
     ],
 )
-def test_calls_and_parts_that_differ_are_named(others: list[_About], error: type[Exception], text: str) -> None:
+def test_calls_and_parts_that_differ_are_named(others: list[Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        _reject_what_does_not_fit([about(leaf(3)), *others], [4])
+        reject_what_does_not_fit([about(leaf(3)), *others], [4])
 
 
 def test_parts_that_fit_are_accepted() -> None:
-    _reject_what_does_not_fit([about(leaf(3)), about(leaf(3))], [0])
-    _reject_what_does_not_fit([about(leaf(3), Shard(0)), about(leaf(5), Shard(0))], [0])
+    reject_what_does_not_fit([about(leaf(3)), about(leaf(3))], [0])
+    reject_what_does_not_fit([about(leaf(3), Shard(0)), about(leaf(5), Shard(0))], [0])
 
 
 @pytest.mark.parametrize("other", [lambda x: 2 * x.detach(), lambda x: (x > 0).double(), lambda x: x > 0])
