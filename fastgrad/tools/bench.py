@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,30 +16,8 @@ from fastgrad.testing.patch import Check, ask_both
 ROUNDS = 5
 
 
-@dataclass(frozen=True)
-class Row:
-    """One operator in one mode: both verdicts, both median times in seconds, and how often both checkers were timed."""
-
-    operator: str
-    fast_mode: bool
-    n: int
-    m: int
-    engine: str
-    verdict: str
-    torch_verdict: str
-    seconds: float
-    torch_seconds: float
-    rounds: int
-
-    @property
-    def ratio(self) -> float:
-        """Torch's time divided by fastgrad's."""
-        return self.torch_seconds / self.seconds
-
-    @property
-    def as_expected(self) -> bool:
-        """Whether both checkers passed; every operator here is right."""
-        return self.verdict == self.torch_verdict == "passed"
+Row = dict[str, Any]
+"""One operator in one mode: both verdicts, both median times in seconds, and how often both checkers were timed."""
 
 
 def rows(seconds: float, device: str) -> Iterator[Row]:
@@ -64,18 +41,21 @@ def _measured(name: str, func: Callable[..., Any], inputs: tuple[Tensor, ...], f
     check = checks[0]
     assert check.torch is not None
     report = check.report
-    return Row(
-        operator=name,
-        fast_mode=fast_mode,
-        n=0 if report is None else report.n,
-        m=0 if report is None else report.m,
-        engine=report.plan.engine if report is not None and report.plan else "none",
-        verdict=check.ours.verdict,
-        torch_verdict=check.torch.verdict,
-        seconds=statistics.median(check.ours.seconds for check in checks),
-        torch_seconds=statistics.median(check.torch.seconds for check in checks if check.torch),
-        rounds=len(checks),
-    )
+    seconds = statistics.median(check.ours.seconds for check in checks)
+    torch_seconds = statistics.median(check.torch.seconds for check in checks if check.torch)
+    return {
+        "operator": name,
+        "fast_mode": fast_mode,
+        "n": 0 if report is None else report.n,
+        "m": 0 if report is None else report.m,
+        "engine": report.plan.engine if report is not None and report.plan else "none",
+        "verdict": check.ours.verdict,
+        "torch_verdict": check.torch.verdict,
+        "seconds": seconds,
+        "torch_seconds": torch_seconds,
+        "rounds": len(checks),
+        "ratio": torch_seconds / seconds,
+    }
 
 
 def printed(measured: Iterable[Row]) -> list[Row]:
@@ -86,9 +66,9 @@ def printed(measured: Iterable[Row]) -> list[Row]:
     for row in measured:
         done.append(row)
         print(
-            f"{row.operator:<12} {'fast' if row.fast_mode else 'slow':<5} {row.n:>6} {row.m:>6}  {row.engine:<11}"
-            f"{row.verdict:<8}{row.seconds * 1e3:>9.1f}   {row.torch_verdict:<8}{row.torch_seconds * 1e3:>10.1f} "
-            f"{row.ratio:>7.2f}x",
+            f"{row['operator']:<12} {'fast' if row['fast_mode'] else 'slow':<5} {row['n']:>6} {row['m']:>6}  "
+            f"{row['engine']:<11}{row['verdict']:<8}{row['seconds'] * 1e3:>9.1f}   {row['torch_verdict']:<8}"
+            f"{row['torch_seconds'] * 1e3:>10.1f} {row['ratio']:>7.2f}x",
             flush=True,
         )
     for mode, mean in means(done).items():
@@ -102,8 +82,10 @@ def printed(measured: Iterable[Row]) -> list[Row]:
 
 def means(measured: Sequence[Row]) -> dict[str, float]:
     """The geometric means of torch's time divided by fastgrad's, by mode."""
-    by_mode = {mode: [row.ratio for row in measured if row.fast_mode is (mode == "fast")] for mode in ("slow", "fast")}
-    return {mode: statistics.geometric_mean(ratios) for mode, ratios in by_mode.items()}
+    return {
+        mode: statistics.geometric_mean(row["ratio"] for row in measured if row["fast_mode"] is (mode == "fast"))
+        for mode in ("slow", "fast")
+    }
 
 
 def document(measured: Sequence[Row], device: str) -> dict[str, Any]:
@@ -112,7 +94,7 @@ def document(measured: Sequence[Row], device: str) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "device": device,
-        "rows": [asdict(row) | {"ratio": row.ratio} for row in measured],
+        "rows": list(measured),
         "geometric means": means(measured),
     }
 

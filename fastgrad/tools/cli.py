@@ -391,7 +391,8 @@ def _bench(options: argparse.Namespace) -> int:
     measured = list(rows) if options.json else bench.printed(rows)
     if options.json:
         print(json.dumps(bench.document(measured, options.device), indent=1))
-    return 0 if all(row.as_expected for row in measured) else 1
+    # Every operator in this table is right.
+    return 0 if all(row["verdict"] == row["torch_verdict"] == "passed" for row in measured) else 1
 
 
 def _demo(options: argparse.Namespace) -> int:
