@@ -204,8 +204,8 @@ class Comparison:
             unit = unit_roundoff(block.tensor.dtype)
             if unit < unit_roundoff(torch.float16) or not block.size:
                 continue
-            parts = [self._common_error(block, probe) for probe in range(self.probes.dense - 1)]
-            parts = [(mean, total, entries) for mean, total, entries in parts if total]
+            every = (self._common_error(block, probe) for probe in range(self.probes.dense - 1))
+            parts = [part for part in every if part[1]]
             if not parts:
                 continue
             total = sum(part[1] for part in parts)

@@ -99,41 +99,31 @@ class Combination:
 def combinations(problem: Problem, seed: int) -> list[Combination]:
     """Some combinations of all finite outputs, and some rows."""
     finite = problem.base().isfinite()
-    found = []
-    for number in range(DENSE):
-        found.append((-1 - number, torch.where(finite, random_cotangent(problem, seed, 40 + number), 0.0)))
+    dense = [
+        (-1 - number, torch.where(finite, random_cotangent(problem, seed, 40 + number), 0.0)) for number in range(DENSE)
+    ]
     rows = torch.randperm(problem.m, generator=torch.Generator().manual_seed(seed))[:ROWS].tolist()
-    found += [(row, one_row(problem, row).cotangents[0]) for row in rows if finite[row]]
-    return [Combination(row, w, problem.vjp(w.unsqueeze(0))[0]) for row, w in found]
+    single = [(row, one_row(problem, row).cotangents[0]) for row in rows if finite[row]]
+    return [Combination(row, w, problem.vjp(w.unsqueeze(0))[0]) for row, w in dense + single]
 
 
-@dataclass(frozen=True)
-class NotFinite:
-    """An entry of a gradient that is not finite.
+def not_finite(problem: Problem, among: Sequence[Combination]) -> tuple[int, Finding | None] | None:
+    """The coordinate of the first entry that is not finite, and its derivative by differences; None if all are finite.
 
-    row: negative if only a sum of rows shows it. derivative: by differences; None if they do not determine it.
+    The derivative is None if differences do not determine it.
     """
-
-    row: int
-    coordinate: int
-    derivative: Finding | None = None
-
-
-def not_finite(problem: Problem, among: Sequence[Combination]) -> NotFinite | None:
-    """The first entry that is not finite, with its derivative by differences; None if all are finite."""
     wrong = [one for one in among if not bool(one.gradient.isfinite().all())]
     if not wrong:
         return None
     coordinate = int((~wrong[0].gradient.isfinite()).nonzero()[0])
     row = row_behind(problem, wrong[0].w, lambda v: (~problem.vjp(v)[:, coordinate].isfinite()).double())
-    w = one_row(problem, row).cotangents[0]
     if bool(problem.row(row)[coordinate].isfinite()):
-        return NotFinite(-1, coordinate)
+        return coordinate, None  # only a sum of rows shows it
     # First a sum of all outputs: if the derivative of another row is infinite, its product with zero is not finite, and
     # the entry may be right.
     if _derivative(problem, -1, among[0].w, coordinate) is None:
-        return NotFinite(row, coordinate)
-    return NotFinite(row, coordinate, _derivative(problem, row, w, coordinate))
+        return coordinate, None
+    return coordinate, _derivative(problem, row, one_row(problem, row).cotangents[0], coordinate)
 
 
 def _derivative(problem: Problem, row: int, w: Tensor, coordinate: int) -> Finding | None:

@@ -123,11 +123,10 @@ class Products:
         """Runs the reference once; raises IncomparableError if its results cannot be compared."""
         self._reference = reference
         self._states = states
-        self._inputs, self._outputs = problem.inputs, problem.outputs
-        self._n, self._m = problem.n, problem.m
+        self._problem = problem
         self._leaves = [reference.arguments[block.position] for block in problem.inputs]
         self.device = self._leaves[0].device
-        self.inputs, self.outputs = (Coordinates(blocks, self.device) for blocks in (self._inputs, self._outputs))
+        self.inputs, self.outputs = (Coordinates(blocks, self.device) for blocks in (problem.inputs, problem.outputs))
         self.failures: set[str] = set()
         self._graph = comparable(reference.name, partial(self._run, self._leaves))
         if not any(output.requires_grad for output in self._graph):
@@ -145,7 +144,7 @@ class Products:
         with without_autocast(), torch.enable_grad():
             results = as_tuple(self._reference.func(*arguments))
         outputs = []
-        for block in self._outputs:
+        for block in self._problem.outputs:
             found = results[block.position] if block.position < len(results) else None
             if not isinstance(found, Tensor):
                 raise IncomparableError(f"{self._reference.name} returns no tensor as result {block.position}")
@@ -161,7 +160,7 @@ class Products:
 
     def _tries_batch(self) -> bool:
         """Whether a batch of two VJPs runs and gives the results of a single VJP."""
-        v = torch.ones(2, self._m, dtype=torch.float64, device=self.device)
+        v = torch.ones(2, self._problem.m, dtype=torch.float64, device=self.device)
         batch = unless_rejected(partial(self._gradients, self._graph, self._leaves, v, True))
         if batch is None:
             return False
@@ -195,7 +194,7 @@ class Products:
         return value.requires_grad_()
 
     def _pieces(self, cotangents: Tensor) -> tuple[Tensor, ...]:
-        size = max(1, PIECE // max(self._n, self._m)) if self.vectorizes else cotangents.shape[0]
+        size = max(1, PIECE // max(self._problem.n, self._problem.m)) if self.vectorizes else cotangents.shape[0]
         return torch.split(cotangents.to(self.device), max(1, size))
 
     def _products(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Tensor) -> Tensor:
@@ -204,21 +203,18 @@ class Products:
         return torch.cat([self._gradients(graph, leaves, v, False) for v in torch.split(cotangents, 1)])
 
     def _gradients(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], v: Tensor, batched: bool) -> Tensor:
-        pairs = [
-            (output, self._shaped(v[:, block.slice], block, output))
-            for output, block in zip(graph, self._outputs, strict=True)
-            if output.requires_grad
-        ]
+        pairs = [one for one in zip(graph, self._problem.outputs, strict=True) if one[0].requires_grad]
+        grads = [self._shaped(v[:, block.slice], block, output) for output, block in pairs]
         found = torch.autograd.grad(
             [output for output, _ in pairs],
             list(leaves),
-            [grad if batched else grad[0] for _, grad in pairs],
+            grads if batched else [grad[0] for grad in grads],
             retain_graph=True,
             allow_unused=True,
             is_grads_batched=batched,
         )
-        products = torch.zeros(v.shape[0], self._n, dtype=torch.float64, device=self.device)
-        for block, gradient in zip(self._inputs, found, strict=True):
+        products = torch.zeros(v.shape[0], self._problem.n, dtype=torch.float64, device=self.device)
+        for block, gradient in zip(self._problem.inputs, found, strict=True):
             if gradient is not None:
                 gradient = gradient.detach()
                 gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
@@ -232,7 +228,9 @@ class Products:
         return v.reshape(v.shape[0], *block.tensor.shape).to(device=output.device, dtype=output.dtype)
 
     def _flat(self, outputs: Sequence[Tensor]) -> Tensor:
-        parts = [_coordinates(output.detach(), block) for output, block in zip(outputs, self._outputs, strict=True)]
+        parts = [
+            _coordinates(output.detach(), block) for output, block in zip(outputs, self._problem.outputs, strict=True)
+        ]
         return torch.cat([part.reshape(-1).to(self.device) for part in parts])
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import torch_private
+from fastgrad.problem.validation import is_differentiable
 
 DOUBLE = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
@@ -136,9 +137,8 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _is_finer(self, value: Any) -> bool:
-        is_float = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
         return (
-            is_float
+            is_differentiable(value)
             and value.layout is torch.strided
             and value.numel() > 0
             and torch_private.has_memory(value)
@@ -186,10 +186,7 @@ def _computes(args: tuple[Any, ...]) -> bool:
     selecting = "amax", "amin", math.inf, -math.inf
     if any(value in selecting for value in args if isinstance(value, (str, float))):
         return False
-    return any(
-        isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value))
-        for value in args
-    )
+    return bool(torch_private.tensors_in(args))
 
 
 @functools.lru_cache(8)

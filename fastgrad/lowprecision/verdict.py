@@ -99,13 +99,9 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
                 "their errors only if inputs are perturbed relative to the largest element of their tensor"
             )
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
-    _judge_entries(comparison, outcome)
-    if outcome.is_undecided:
-        _judge_common_errors(comparison, outcome)
-    if outcome.is_undecided:
-        _judge_beyond_range(comparison, outcome)
-    if outcome.is_undecided:
-        _state_the_smallest(comparison, outcome)
+    for judge_further in (_judge_entries, _judge_common_errors, _judge_beyond_range, _state_the_smallest):
+        if outcome.is_undecided:
+            judge_further(comparison, outcome)
     return comparison
 
 
@@ -114,7 +110,7 @@ def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
     combinations = differences.combinations(problem, seed)
     endless = differences.not_finite(problem, combinations)
     if endless is not None:
-        _judge_not_finite(problem, endless, len(combinations), outcome)
+        _judge_not_finite(problem, *endless, len(combinations), outcome)
         return
     found = list(differences.findings(problem, combinations, seed))
     outcome.note(rows=f"{len(found)} directions, by differences", products=len(found), entries=len(found))
@@ -122,16 +118,15 @@ def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
     for finding in suspects:
         located = differences.entry_of(problem, finding.row, seed) if finding.row >= 0 else None
         if located is not None:
-            entry = _entry_by_differences(problem, finding.row, *located)
-            outcome.fail("beyond rounding", entry, wrong=1)
+            outcome.fail("beyond rounding", _entry_by_differences(problem, *located), wrong=1)
             return
     relative = sorted((one.allowed + abs(one.error)) / one.size for one in found if one.size)
     if suspects:
-        undecided = (
-            "a derivative along a direction does not agree with differences, but no single wrong entry was found: a "
-            "kink or a pole may be within the steps, which are large in this dtype"
+        outcome.note(
+            undecided="a derivative along a direction does not agree with differences, but no single wrong entry was "
+            "found: a kink or a pole may be within the steps, which are large in this dtype",
+            remedy="pass a reference=, or other inputs",
         )
-        outcome.note(undecided=undecided, remedy="pass a reference=, or other inputs")
     elif not relative or relative[len(relative) // 2] >= 1:
         outcome.note(
             undecided="differences in this dtype resolve no derivative here: rounding hides errors of any size",
@@ -143,27 +138,28 @@ def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
         outcome.note(smallest=relative[(len(relative) - 1) // 2], smallest_most=most, hidden=hidden)
 
 
-def _judge_not_finite(problem: Problem, found: differences.NotFinite, products: int, outcome: Outcome) -> None:
+def _judge_not_finite(
+    problem: Problem, coordinate: int, derivative: differences.Finding | None, products: int, outcome: Outcome
+) -> None:
     """Records a failure if differences show that the derivative is finite; otherwise, the check is undecided."""
     outcome.note(rows=f"{products} directions, by differences", products=products)
-    if found.derivative is not None:
-        entry = _entry_by_differences(problem, found.row, found.coordinate, found.derivative)
-        outcome.fail("not finite", entry, wrong=1)
+    if derivative is not None:
+        outcome.fail("not finite", _entry_by_differences(problem, coordinate, derivative), wrong=1)
         return
-    block = block_with(problem.inputs, found.coordinate)
+    block = block_with(problem.inputs, coordinate)
     outcome.note(
-        undecided=f"the gradient of input {block.position} at {list(block.index_at(found.coordinate))} is not finite, "
+        undecided=f"the gradient of input {block.position} at {list(block.index_at(coordinate))} is not finite, "
         "and differences in this dtype do not show whether the derivative is finite",
         remedy="pass a reference= in double precision, or smaller inputs",
     )
 
 
-def _entry_by_differences(problem: Problem, row: int, coordinate: int, finding: differences.Finding) -> RoundedEntry:
-    """The wrong entry of a row, with the derivative by differences as the expected value, for a report."""
-    value = float(problem.row(row)[coordinate])
+def _entry_by_differences(problem: Problem, coordinate: int, finding: differences.Finding) -> RoundedEntry:
+    """A wrong entry, with the derivative by differences as the expected value, for a report."""
+    value = float(problem.row(finding.row)[coordinate])
     known = value if math.isfinite(value) else 0.0
     expected, allowed = known + finding.error / finding.step, finding.allowed / finding.step
-    return rounded_entry(problem, row, coordinate, value, expected, allowed)
+    return rounded_entry(problem, finding.row, coordinate, value, expected, allowed)
 
 
 def _forwards_differ(comparison: Comparison, coordinate: int, ratio: float, outcome: Outcome) -> None:

@@ -60,8 +60,7 @@ class Step:
         self._kept = SavedState([*model.parameters(), *model.buffers()], inputs, self._kwargs)
         self._buffers = Buffers(model)
         self._random = _RandomStates([*generators_of(model), *inputs, *self._kwargs.values()])
-        self._modules = [(module, module.training) for module in model.modules()]
-        self._slots = [(module, dict(module._buffers)) for module in model.modules()]
+        self._modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
         self.unscaled = {
             name: module
             for name, module in model.named_modules()
@@ -95,9 +94,11 @@ class Step:
     def reset(self) -> None:
         """Resets the state that a call of the model may change, except parameters."""
         self._random.restore()
-        for module, training in self._modules:
+        for module, training, slots in self._modules:
             if module.training != training:
                 module.training = training
+            module._buffers.clear()
+            module._buffers.update(slots)
         for owner, name, table, entries in self._hooks:
             if table is None:
                 if getattr(owner, name) is not None:
@@ -105,9 +106,6 @@ class Step:
             elif table != entries:
                 table.clear()
                 table.update(entries)
-        for owner, slots in self._slots:
-            owner._buffers.clear()
-            owner._buffers.update(slots)
         self._buffers.restore(thoroughly=True)
 
     def inside(self, around: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
