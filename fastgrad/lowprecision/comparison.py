@@ -8,17 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.native import Layout
-from fastgrad.lowprecision.allowance import (
-    DRAWS,
-    FACTOR,
-    FORWARD,
-    SECOND_DRAWS,
-    SECOND_FACTOR,
-    allowed,
-    is_rounded_once,
-    second_spread,
-    spread_of,
-)
+from fastgrad.lowprecision import allowance
 from fastgrad.lowprecision.probes import LAYOUTS, Probes
 from fastgrad.lowprecision.reference import Products
 from fastgrad.lowprecision.rounding import coarsest, unit_roundoff
@@ -82,14 +72,14 @@ class Comparison:
         contiguous = [Layout.CONTIGUOUS] * (probes.cotangents.shape[0] - probes.dense)
         self.low = problem.vjp(probes.cotangents, [*LAYOUTS[: probes.dense], *contiguous]).to(products.device)
         self.exact = products.exact(probes.cotangents)
-        self.spread = spread_of(products, probes.cotangents, self.exact, self.dtype)
-        self.draws = 2 * DRAWS + 1
+        self.spread = allowance.spread_of(products, probes.cotangents, self.exact, self.dtype)
+        self.draws = 2 * allowance.DRAWS + 1
         self.excused = 0
         inputs = products.inputs
         self.error, self.size = inputs.moduli(self.low - self.exact), inputs.moduli(self.exact)
         self.scale = self.spread.products + inputs.rounding(self.size)
-        self.once = self.dtype is not torch.float32 and is_rounded_once(self.error, self.size, inputs)
-        self.limit = allowed(self.scale, self.size, inputs.units, FACTOR[self.dtype], self.once)
+        self.once = self.dtype is not torch.float32 and allowance.is_rounded_once(self.error, self.size, inputs)
+        self.limit = allowance.allowed(self.scale, self.size, inputs.units, allowance.FACTOR[self.dtype], self.once)
         self.first_limit = self.limit.clone()
 
     def forward(self) -> tuple[float, int]:
@@ -104,7 +94,7 @@ class Comparison:
         beyond_range = ~values.isfinite() & (size > outputs.largest)
 
         def ratio(spread: Tensor) -> Tensor:
-            limit = FORWARD * (spread + outputs.rounding(size))
+            limit = allowance.FORWARD * (spread + outputs.rounding(size))
             return torch.where(same | beyond_range, 0.0, error / limit).nan_to_num(nan=torch.inf)
 
         found = ratio(self.spread.values)
@@ -164,13 +154,13 @@ class Comparison:
         _, spread = self._second_spread(self.probes.cotangents[some.to(self.problem.device)], self.exact[some])
         inputs, size = self.products.inputs, self.size[some]
         scale = torch.maximum(self.scale[some], spread.nan_to_num(nan=0.0, posinf=0.0) + inputs.rounding(size))
-        limit = allowed(scale, size, inputs.units, SECOND_FACTOR[self.dtype], self.once)
+        limit = allowance.allowed(scale, size, inputs.units, allowance.SECOND_FACTOR[self.dtype], self.once)
         self.limit[some] = torch.maximum(self.limit[some], limit)
         self.scale[some] = scale
 
     def _second_spread(self, cotangents: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-        self.draws = 2 * DRAWS + 1 + SECOND_DRAWS
-        return second_spread(self.products, cotangents, exact, self.dtype)
+        self.draws = 2 * allowance.DRAWS + 1 + allowance.SECOND_DRAWS
+        return allowance.second_spread(self.products, cotangents, exact, self.dtype)
 
     def entry(self, probe: int, coordinate: int) -> RoundedEntry:
         """One component of one VJP, for a report."""
