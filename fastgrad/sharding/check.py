@@ -16,7 +16,7 @@ from fastgrad.report.settings import Settings
 from fastgrad.sharding.calls import described, reject_differences
 from fastgrad.sharding.checkpoint import Checkpoint
 from fastgrad.sharding.problem import Partition
-from fastgrad.sharding.workers import workers_of
+from fastgrad.sharding.workers import Workers
 
 
 def in_parts(
@@ -41,7 +41,7 @@ def in_parts(
         As in `fastgrad.check`.
     """
     random = RandomState()
-    with nullcontext() if group is None else workers_of(group) as workers:
+    with nullcontext() if group is None else Workers(group) as workers:
         try:
             call = described(func, values, settings)
             if workers is not None:

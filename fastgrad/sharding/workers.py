@@ -88,16 +88,6 @@ class Worker(Protocol):
         """
 
 
-def workers_of(group: object) -> Workers:
-    """The ranks of a process group; raises unless this process belongs to it."""
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            "group must be a process group that contains this process, for example torch.distributed.group.WORLD, "
-            f"got {group!r}."
-        )
-    return Workers(group)
-
-
 class Workers(Ranks):
     """The ranks of a group that share the work of a check; a context manager.
 
@@ -109,7 +99,13 @@ class Workers(Ranks):
         The problem of this rank; None until it is made.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: object) -> None:
+        """Raises unless this process belongs to the group."""
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "group must be a process group that contains this process, for example "
+                f"torch.distributed.group.WORLD, got {group!r}."
+            )
         super().__init__(group, _START_SECONDS, "fastgrad.check")
         self.problem: Worker | None = None
         self._numbers = itertools.count()

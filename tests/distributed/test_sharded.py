@@ -19,7 +19,7 @@ from fastgrad.core.ranks import RankError
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.sharding.calls import described, reject_differences
-from fastgrad.sharding.workers import _picklable, workers_of
+from fastgrad.sharding.workers import Workers, _picklable
 from fastgrad.tools import cli
 from tests.distributed.faults import Fault, run
 from tests.distributed.ranks import run_ranks
@@ -156,7 +156,7 @@ def test_a_function_may_hold_itself() -> None:
 
 def test_no_group() -> None:
     with pytest.raises(TypeError, match="group must be a process group"):
-        workers_of("world")
+        Workers("world")
 
 
 def test_a_cause_that_cannot_be_sent_is_sent_as_text() -> None:
