@@ -20,7 +20,7 @@ from fastgrad.diagnosis.wording import wording
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import Cause, Explanation, Sample
-from fastgrad.report.messages import MAX_CAUSES
+from fastgrad.report.messages import MAX_CAUSES, names_of
 from fastgrad.report.report import Report
 
 _GENERAL_CAUSES = {"missing reduction", "zero gradient"}
@@ -73,12 +73,9 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         return replace(report, causes=causes or diagnose(report))
 
     def _name_of(self, block: Block) -> str:
-        """The name of an input in the message: the parameter of func, or its path."""
-        subject = self._report.subject
-        if self._report.input_names:
-            return self._problem.name_of(block)
-        names = subject.parameters if subject is not None else ()
-        return names[block.position] if block.position < len(names) else f"in{block.index}"
+        """The name of an input in the message."""
+        place = replace(self._failure, input=block.index, input_position=block.position)
+        return names_of(self._report, place)[1]
 
     def _hypotheses(self, hypotheses: Hypotheses, sample: Sample | None) -> tuple[Cause, ...]:
         """Tests hypotheses by random sums over all entries until one explains them.
