@@ -252,8 +252,5 @@ def _is_certified(rows: LinearMap, found: Entries) -> bool:
 
 def _rounding_noise(rows: LinearMap, seed: Tensor, product: Tensor) -> Tensor:
     """The largest deviation of products with multiples of a seed, divided by the factor, from its product: (n,)."""
-    noise = torch.zeros(rows.n, dtype=torch.float64, device=rows.device)
-    for factor in SCALES:
-        multiple = rows.product(rows.rounded(factor * seed))
-        noise = torch.maximum(noise, (multiple / factor - product).abs().to(torch.float64))
-    return noise
+    multiples = [rows.product(rows.rounded(factor * seed)) / factor for factor in SCALES]
+    return (torch.stack(multiples) - product).abs().amax(0).to(torch.float64)

@@ -393,14 +393,13 @@ def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows
                         f"The jacobian of the user-provided function is independent of input {i}. This is not allowed "
                         "in strict mode when create_graph=True."
                     )
+            shapes = [(count, value.numel()) for value in inputs]
             yield (
                 o,
                 first,
                 [
-                    torch.zeros(count, value.numel(), dtype=value.dtype, device=value.device)
-                    if rows is None
-                    else rows.reshape(count, value.numel())
-                    for rows, value in zip(found, inputs, strict=True)
+                    torch.zeros(shape, dtype=value.dtype, device=value.device) if rows is None else rows.reshape(shape)
+                    for rows, value, shape in zip(found, inputs, shapes, strict=True)
                 ],
             )
 

@@ -94,9 +94,7 @@ def setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
 
 def _spelled_for_torch(keywords: dict[str, Any]) -> dict[str, Any]:
     spelled = {name: value for name, value in keywords.items() if name not in _OWN_KEYWORDS}
-    old_name = spelled.pop("check_sparse_nnz", None)
-    if spelled.get("masked") is None and old_name is not None:
-        spelled["masked"] = old_name
-    if spelled.get("masked", False) is None:
-        del spelled["masked"]
+    masked, old_name = spelled.pop("masked", None), spelled.pop("check_sparse_nnz", None)
+    if masked is not None or old_name is not None:
+        spelled["masked"] = old_name if masked is None else masked
     return spelled | {"raise_exception": True}

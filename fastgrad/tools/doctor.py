@@ -78,11 +78,8 @@ def _self_test(device: str) -> list[dict[str, Any]]:
     for engine in ("dense", "compressed", "sketch"):
         for operator, expected in ((SquaredReLU, "passed"), (ForgottenFactor, "failed")):
             check = ask("gradcheck", (operator.apply, x), {"engine": engine, "fast_mode": engine == "sketch"})
-            verdict = (
-                f"{type(check.ours.error).__name__}: {check.ours.error}"
-                if check.report is None
-                else check.report.verdict
-            )
+            error, report = check.ours.error, check.report
+            verdict = f"{type(error).__name__}: {error}" if report is None else report.verdict
             name = "right backward" if expected == "passed" else "wrong backward"
             rows.append(
                 {"device": device, "engine": engine, "operator": name, "verdict": verdict, "right": verdict == expected}
