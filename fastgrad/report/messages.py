@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastgrad.report import rounding_text
@@ -158,17 +159,14 @@ def names_of(report: ReportData, found: Failure | Pair) -> tuple[str, str]:
 
     In second order, an output is a gradient, and an input may be a grad_output.
     """
-    output, input_ = f"out{found.output}", f"in{found.input}"
-    position, subject = found.input_position, report.subject or Subject()
-    if position is not None and position < len(subject.parameters):
-        input_ = subject.parameters[position]
-    if found.output_position is not None and found.output_position < len(subject.results):
-        output = subject.results[found.output_position]
-    if report.output_names and found.output_position is not None:
-        output = report.output_names[found.output_position]
-    if report.input_names and found.input_position is not None:
-        input_ = report.input_names[found.input_position]
-    return output, input_
+    subject, outputs, inputs = report.subject or Subject(), report.output_names, report.input_names
+    output = _at(found.output_position, outputs or subject.results) or f"out{found.output}"
+    return output, _at(found.input_position, inputs or subject.parameters) or f"in{found.input}"
+
+
+def _at(position: int | None, texts: Sequence[str]) -> str:
+    """The text at a position; empty if there is none."""
+    return texts[position] if position is not None and position < len(texts) else ""
 
 
 def extent_text(extent: Extent, names: tuple[str, str], entries: int) -> str:
@@ -246,7 +244,7 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     subject = report.subject or Subject()
     what = "gradient of" if failure.mode == "reverse" else "forward-mode derivative with respect to"
     through = f" through {output}" if len(subject.outputs) > 1 else ""
-    tensor = _input_kind(subject, failure)
+    tensor = _at(failure.input_position, subject.inputs)
     part = (
         ""
         if failure.part == "all"
@@ -347,15 +345,9 @@ def _function(report: ReportData) -> str:
     return f"{_OF_ORDER[report.settings.order]}{name or 'func'}"
 
 
-def _input_kind(subject: Subject, failure: Failure) -> str:
-    """Dtype and shape of the input of a failure; empty if unknown."""
-    position = failure.input_position
-    return subject.inputs[position] if position is not None and position < len(subject.inputs) else ""
-
-
 def _rounded_line(report: ReportData, failure: Failure, precision: LowPrecision) -> str:
     """The first line of a failure in a lower dtype."""
-    kind = _input_kind(report.subject or Subject(), failure)
+    kind = _at(failure.input_position, (report.subject or Subject()).inputs)
     tensor = f" ({kind})" if kind else ""
     what = rounding_text.verdict(failure.kind, precision)
     return _with_cause(report, f"{_function(report)}: gradient of {names_of(report, failure)[1]}{tensor} {what}")
@@ -486,12 +478,11 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
 
 
 def _batched_note(failure: Failure) -> str:
+    who, keyword, suffix = "gradcheck or gradgradcheck", "check_batched_grad", ""
+    what, vectors = "backward", "grad_outputs"
     if failure.mode == "forward":
-        who, keyword, what = "gradcheck", "check_batched_forward_grad", "jvp"
-        suffix = " with forward-mode AD"
-    else:
-        who, keyword, what, suffix = "gradcheck or gradgradcheck", "check_batched_grad", "backward", ""
-    vectors = "tangents" if failure.mode == "forward" else "grad_outputs"
+        who, keyword, suffix = "gradcheck", "check_batched_forward_grad", " with forward-mode AD"
+        what, vectors = "jvp", "tangents"
     ending = "and raised" if failure.kind == "batched raises" else f"and compared with the {what} of each of them"
     return (
         f"{who} failed while testing batched gradient computation{suffix}: the {what} was run under vmap with two "
