@@ -230,10 +230,8 @@ def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Ten
     unit = unit_roundoff(coarsest([block.tensor.dtype for block in problem.inputs]))
     own = ROUNDING * unit * (abs(float(terms.sum())) + float(terms.square().sum().sqrt()))
     best = min(fits, key=lambda fit: fit.uncertainty)
-    uncertainty = best.uncertainty
     finer = [fit for fit in fits if fit.largest < 0.7 * best.largest]
-    for fit in finer:
-        uncertainty = max(uncertainty, abs(fit.error - best.error) - fit.uncertainty)
+    uncertainty = max([best.uncertainty, *(abs(fit.error - best.error) - fit.uncertainty for fit in finer)])
     size = float(terms.abs().sum())
     allowed = uncertainty + own
     seen = any(abs(fit.error) > fit.uncertainty + own for fit in finer)
