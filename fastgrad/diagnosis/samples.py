@@ -100,7 +100,7 @@ class Samples(Experiments):
             analytical = self._entries(own, output, block)[rows]
         else:
             analytical = torch.cat([self._rows(output, block, element, 1) for element in rows])[:, chosen]
-        return self._of_matrices(analytical, numerical[rows], output, block, rows, chosen)
+        return self._of_matrices(analytical, numerical[rows], output, block, (rows, chosen))
 
     def _entries(self, columns: Tensor, output: Block, block: Block) -> Tensor:
         """Entries of the failing part from columns (coordinates, m): shape (output elements, input elements)."""
@@ -122,20 +122,18 @@ class Samples(Experiments):
         numerical: Tensor,
         output: Block,
         block: Block,
-        rows: list[int] | None = None,
-        columns: list[int] | None = None,
+        part: tuple[list[int], list[int]] | None = None,
     ) -> Sample:
         """A sample from two matrices, shape (output elements, input elements), of at most `MAX_ENTRIES` entries.
 
         If whole matrices have more, entries that agree and are zero in both are left out first, but for one of each
-        row and column that has no others. rows, columns: the elements of the matrices' rows and columns; None: all.
+        row and column that has no others. part: the elements of the matrices' rows and columns; None: all.
         """
         analytical, numerical = analytical.cpu(), numerical.cpu()
         own = self._settings.of(block.index)
         failing = ~torch.isclose(analytical, numerical, rtol=own.rtol, atol=own.atol)
-        whole = rows is None and columns is None
         kept = failing | (analytical != 0) | (numerical != 0)
-        if not whole or kept.numel() <= MAX_ENTRIES:
+        if part is not None or kept.numel() <= MAX_ENTRIES:
             kept = torch.ones_like(kept)
         else:
             kept[~kept.any(1), 0] = True
@@ -145,12 +143,12 @@ class Samples(Experiments):
         i, j = i[chosen], j[chosen]
         count = block.size // block.width
         element = torch.arange(count, device="cpu") if block.elements is None else block.elements.cpu()
-        complete = whole and block.elements is None and i.numel() == int(kept.sum())
+        complete = part is None and block.elements is None and i.numel() == int(kept.sum())
         shapes = tuple(output.tensor.shape), tuple(block.tensor.shape)
-        outputs = i if rows is None else torch.tensor(rows, device="cpu")[i]
-        inputs = element[j if columns is None else torch.tensor(columns, device="cpu")[j]]
-        values = _wide(analytical[i, j]), _wide(numerical[i, j])
-        return Sample(*shapes, outputs, inputs, *values, failing[i, j], complete=complete)
+        entries = _wide(analytical[i, j]), _wide(numerical[i, j]), failing[i, j]
+        if part is not None:
+            i, j = (torch.tensor(some, device="cpu")[places] for some, places in zip(part, (i, j), strict=True))
+        return Sample(*shapes, i, element[j], *entries, complete=complete)
 
 
 def _around(element: int, shape: tuple[int, ...], seed: int) -> list[int]:
