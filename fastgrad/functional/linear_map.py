@@ -113,13 +113,11 @@ def backward_of_backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     except RuntimeError:
         return None
     recorded = [gradient is not None and gradient.requires_grad for gradient in gradients]
-    if not any(recorded):
+    heads = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
+    if not heads:
         return None
 
     def apply(seeds: list[Tensor]) -> Sequence[Tensor | None]:
-        heads = [
-            gradient for gradient, counts in zip(gradients, recorded, strict=True) if counts and gradient is not None
-        ]
         chosen = [seed for seed, counts in zip(seeds, recorded, strict=True) if counts]
         tangents = iter(native.vjp(heads, cotangents, chosen, False))
         return [next(tangents) if output.requires_grad else None for output in outputs]

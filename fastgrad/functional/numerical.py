@@ -120,12 +120,10 @@ class _Seen:
         self.is_tuple = False
         self._func = func
         self._name = name
-        self._is_first = True
 
     def __call__(self, *arguments: Tensor) -> Tensors:
         is_tuple, outputs = as_tensors(self._func(*arguments), OUTPUTS, self._name)
-        if self._is_first:
-            self._is_first = False
+        if not self.outputs:
             self.is_tuple, self.outputs = is_tuple, tuple(output.detach().clone() for output in outputs)
         return outputs
 

@@ -179,10 +179,6 @@ class LossDerivatives:
                 return False
         return gaps[0] / 2 < gaps[1] < 2 * gaps[0]
 
-    def next_to(self) -> list[Tensor | None]:
-        """A small random step of all parameters, away from a kink."""
-        return [self._uniform(i, 2) * NEXT_TO for i in range(len(self._step.parameters))]
-
     def moves(self, which: Sequence[int]) -> bool:
         """Whether the loss depends on some parameters, for a small or a large step."""
         vectors = self.only(which)

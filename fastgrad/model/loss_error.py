@@ -143,7 +143,8 @@ class LossErrorExperiments:
 
     @contextmanager
     def _next_to(self) -> Iterator[None]:
-        with self.step.moved(self.whole.next_to(), 1.0):
+        every = range(len(self.step.parameters))
+        with self.step.moved(self.whole.only(every, 2), NEXT_TO):
             self.whole.measure()
             yield
 

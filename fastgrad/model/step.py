@@ -179,14 +179,14 @@ class Step:
     @contextmanager
     def moved(self, along: Sequence[Tensor | None], by: float) -> Iterator[None]:
         """A context in which parameters are moved along a direction."""
-        kept = [(one, one.detach().clone()) for one, u in zip(self.parameters, along, strict=True) if u is not None]
+        moving = [(one, u) for one, u in zip(self.parameters, along, strict=True) if u is not None]
+        kept = [parameter.detach().clone() for parameter, _ in moving]
         try:
-            for parameter, u in zip(self.parameters, along, strict=True):
-                if u is not None:
-                    parameter.data.add_(u.to(parameter.dtype), alpha=by)
+            for parameter, u in moving:
+                parameter.data.add_(u.to(parameter.dtype), alpha=by)
             yield
         finally:
-            for parameter, values in kept:
+            for (parameter, _), values in zip(moving, kept, strict=True):
                 parameter.data.copy_(values)
 
 
