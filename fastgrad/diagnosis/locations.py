@@ -124,14 +124,10 @@ def _places(sample: Sample, side: Side, settings: Tolerances) -> _JudgedElements
     if entries[0] * 2 <= of_bad and int(bad.sum()) < 3:
         return None  # single entries are wrong, not the values at these places
     if values is not None:
-        of_each = torch.empty(unique.numel(), dtype=values.dtype, device="cpu")
-        of_each[number] = values[counted]
-        values = of_each
+        values = values.new_empty(unique.numel()).index_copy(0, number, values[counted])
     error = (sample.analytical - sample.numerical).abs() / settings.allowed(sample.numerical)
     of_entries = error.nan_to_num(math.inf)[counted]
-    excess = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").scatter_reduce(
-        0, number, of_entries, "amax"
-    )
+    excess = of_entries.new_zeros(unique.numel()).scatter_reduce(0, number, of_entries, "amax")
     mixing, share = _mixing(sample, nonzero), entries[0] / of_bad
     return _JudgedElements(shape, unique, values, side, bad, excess, mixing, share, entries, sample.complete)
 
@@ -228,15 +224,10 @@ def _triangle(places: _JudgedElements, name: str) -> Rule | None:
         ("on the diagonal", lambda some: some.index[:, -2] == some.index[:, -1]),
         ("off the diagonal", lambda some: some.index[:, -2] != some.index[:, -1]),
     )
-    for where, covers in parts:
-        part = covers(places)
-        if bool((part == places.bad).all()) and not bool(part.all()):
-            text = (
-                f"derivatives are wrong only {where} of the last two dimensions of {name}; look for a mask, tril() or "
-                "triu()"
-            )
-            return _rule("triangle", text, places, len(parts), 0.93, covers)
-    return None
+    end = f"of the last two dimensions of {name}; look for a mask, tril() or triu()"
+    texts = ((f"derivatives are wrong only {where} {end}", covers) for where, covers in parts)
+    rules = (_rule("triangle", text, places, len(parts), 0.93, covers) for text, covers in texts)
+    return next(filter(None, rules), None)
 
 
 def _rule(
@@ -249,14 +240,14 @@ def _rule(
     edges: tuple[Covers, ...] = (),
     max_chance: float = CHANCE,
 ) -> Rule | None:
-    """A rule that fits all wrong and no right elements; None if chance may explain it.
+    """A rule for positions; None unless it covers all wrong and no right elements, or if chance may explain it.
 
     tried: the number of rules of this kind; max_chance: the largest probability that one of them fits by chance, with
     which the rule is still returned if all elements are known; base: its confidence if the probability is zero.
     """
     bad, total = int(places.bad.sum()), places.bad.numel()
     chance = tried * math.exp(_log_chance(bad, total))
-    if chance > (max_chance if places.is_complete else CHANCE_IN_SAMPLE):
+    if not torch.equal(covers(places), places.bad) or chance > (max_chance if places.is_complete else CHANCE_IN_SAMPLE):
         return None
     wrong = {1: "the only element", 2: "both elements"}.get(bad, f"all {bad:,} elements")
     sampled = "" if places.is_complete else " in the sample"
@@ -338,7 +329,6 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
         where = " and ".join(
             [f"the first {_several(first)}"] * bool(first) + [f"the last {_several(last)}"] * bool(last)
         )
-        mixes = places.mixing is None or dim in places.mixing
         hint, most_chance = (_HALO, CHANCE_OF_HALO) if dim in (places.mixing or ()) else ("", CHANCE)
         text = f"derivatives are wrong only at {where} along dimension {dim} of {name}{hint}"
         if first and last:
@@ -346,7 +336,7 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
         elif first + last > 1 or len(places.shape) == 1:
             base = 0.9
         else:  # a single wrong row may be the first or last one by chance
-            base = 0.91 if mixes and (places.mixing is not None or dim >= 2) else 0.7
+            base = 0.91 if (dim >= 2 if places.mixing is None else dim in places.mixing) else 0.7
         covers, edges = _outside(low, high, [dim]), _edges([(dim, low, high)], places.shape)
         return _rule("boundary", text, places, 2, base, covers, edges, most_chance)
     right = index[~bad]
@@ -432,7 +422,7 @@ def _region(places: _JudgedElements, name: str) -> Rule | None:
         return _rule("region", text, places, 2 if natural else 4, base, covers, (edge,))
     right, wrong = values[~bad], values[bad]
     low, high = float(wrong.min()), float(wrong.max())
-    if not bool(((right >= low) & (right <= high)).any()) and bool((right < low).any()) and bool((right > high).any()):
+    if bool((right < low).any()) and bool((right > high).any()):
         begin, _ = _threshold(float(right[right < low].max()), low)
         end, _ = _threshold(high, float(right[right > high].min()))
         signs = "<=" if begin == low else "<", "<=" if end == high else "<"
@@ -467,11 +457,8 @@ def _where(number: Numbers, sign: str, threshold: float) -> Covers:
 
 def _single_value(places: _JudgedElements, name: str) -> Rule | None:
     """A rule for elements that are wrong only if they have a certain value, for example zero in a mask."""
-    assert places.values is not None
-    wrong, right = places.values[places.bad], places.values[~places.bad]
+    wrong = _values(places)[places.bad]
     value = float(wrong[0])
-    if bool((wrong != value).any()) or bool((right == value).any()):
-        return None
     if wrong.numel() == 1 and value not in COMMON_THRESHOLDS:
         return None
     text = f"derivatives are wrong only where {name} is {value + 0.0:.4g}"
