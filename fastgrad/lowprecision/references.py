@@ -34,8 +34,6 @@ class Doubled:
 
     def __call__(self, value: Any) -> Any:
         """The copy of a value, nested or not."""
-        if isinstance(value, torch.dtype):
-            return DOUBLE.get(value, value)
         if isinstance(value, Module):
             return copy.deepcopy(value).to(device=self._device).double()
         found: list[tuple[str, Tensor]] = []
