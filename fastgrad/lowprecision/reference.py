@@ -65,9 +65,8 @@ def comparable(name: str, run: Callable[[], Result]) -> Result:
 def without_autocast() -> Iterator[None]:
     """A context without autocast, on the CPU and on CUDA devices."""
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
