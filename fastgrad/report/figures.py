@@ -70,15 +70,13 @@ def entries_of(report: ReportData) -> Entries | None:
     comparison = failure.comparison if failure else None
     if failure is None or comparison is None:
         return None
-    own = report.settings.of(failure.input or 0)
-    sample = report.sample
+    own, failing = report.settings.of(failure.input or 0), None
+    sample, extent, worst = report.sample, comparison.extent, comparison.worst_entries
     if sample is not None:
-        analytical, numerical = sample.analytical.cpu().numpy(), sample.numerical.cpu().numpy()
-        outputs, inputs = sample.outputs.cpu().numpy(), sample.inputs.cpu().numpy()
+        names = "outputs", "inputs", "analytical", "numerical", "failing"
+        outputs, inputs, analytical, numerical, failing = (getattr(sample, name).cpu().numpy() for name in names)
         shapes = sample.output_shape, sample.input_shape
-        failing = sample.failing.cpu().numpy()
-    elif comparison.extent is not None and comparison.worst_entries:
-        extent, worst = comparison.extent, comparison.worst_entries
+    elif extent is not None and worst:
         shapes = tuple(span.size for span in extent.output), tuple(span.size for span in extent.input)
         if comparison.analytical is not None and comparison.numerical is not None:
             analytical, numerical = (
@@ -92,7 +90,6 @@ def entries_of(report: ReportData) -> Entries | None:
             )
             outputs = np.array([element_number(entry.output_index, shapes[0]) for entry in worst])
             inputs = np.array([element_number(entry.input_index, shapes[1]) for entry in worst])
-        failing = None
     else:
         return None
     error, allowed = np.abs(analytical - numerical), own.atol + own.rtol * np.abs(numerical)
