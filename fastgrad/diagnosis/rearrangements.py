@@ -41,10 +41,13 @@ def shared_by(sample: Sample) -> int:
     """Number of outputs per input element, if it is constant and each output depends on one element; otherwise 0."""
     numerical = sample.numerical != 0
     outputs, inputs = sample.outputs[numerical], sample.inputs[numerical]
-    counts = torch.unique(inputs, return_counts=True)[1]
-    if torch.unique(outputs).numel() < outputs.numel() or not counts.numel() or bool((counts != counts[0]).any()):
-        return 0
-    return int(counts[0])
+    return constant_count(inputs) if torch.unique(outputs).numel() == outputs.numel() else 0
+
+
+def constant_count(elements: Tensor) -> int:
+    """How often each of some elements occurs; 0 if this varies, or if there are none."""
+    counts = torch.unique(elements, return_counts=True)[1]
+    return int(counts[0]) if counts.numel() and bool((counts == counts[0]).all()) else 0
 
 
 @dataclass(frozen=True)
@@ -292,12 +295,7 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
                 f"each output depends on one element of {words.input}, but the jvp adds up the tangents of "
                 f"{'all' if everywhere else 'wrong'} elements"
             )
-        yield Cause(
-            "missing reduction",
-            text,
-            f"explains all {int(flat.wrong.sum())} wrong entries",
-            0.95,
-        )
+        yield Cause("missing reduction", text, f"explains all {int(flat.wrong.sum())} wrong entries", 0.95)
 
 
 def _of_dimensions(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:

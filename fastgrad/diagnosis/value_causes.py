@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgrad.diagnosis.chance import MIN_DISTINCT, SAME
 from fastgrad.diagnosis.locations import place_causes
-from fastgrad.diagnosis.rearrangements import shared_by, structure_causes
+from fastgrad.diagnosis.rearrangements import constant_count, shared_by, structure_causes
 from fastgrad.diagnosis.wording import Wording, wording
 from fastgrad.report.evidence import Cause, Evidence, Sample
 from fastgrad.report.failure import Comparison, Failure
@@ -181,7 +181,9 @@ def _of_values(
         text = f"every wrong analytical entry is {k.real:.4g} x the numerical one"
         yield Cause("constant factor", text, f"{count} equal entries", 0.6)
     elif abs(k) > 0 and (is_named or not is_alone):
-        yield _factor(k.real, _fit_text(residual), sizes, 0.6 if is_alone else 0.86, _entries_per_output(sample))
+        # The number of input elements on which each output depends, if all entries are known.
+        selected = constant_count(sample.outputs[sample.numerical != 0]) if sample.complete else 0
+        yield _factor(k.real, _fit_text(residual), sizes, 0.6 if is_alone else 0.86, selected)
         shared = shared_by(sample)
         counts = [size for size in {shared, *sample.output_shape} if size > 1 and shared and shared % size == 0]
         if any(min(abs(k.real * size - 1), abs(k.real / size - 1)) <= EXACT for size in counts):
@@ -194,14 +196,6 @@ def _of_values(
                 _fit_text(residual),
                 0.88,
             )
-
-
-def _entries_per_output(sample: Sample) -> int:
-    """Number of input elements on which each output depends; 0 if it varies or not all entries are known."""
-    if not sample.complete:
-        return 0
-    counts = torch.unique(sample.outputs[sample.numerical != 0], return_counts=True)[1]
-    return int(counts[0]) if bool((counts == counts[0]).all()) else 0
 
 
 def _constant_difference(a: Tensor, n: Tensor, words: Wording) -> Iterator[Cause]:
