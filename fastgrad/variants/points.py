@@ -45,28 +45,20 @@ def _sorted_by_size(tensor: Tensor) -> Tensor:
 
 
 def _with_repeated_indices(subject: Subject) -> Case:
-    changed = list(subject.inputs)
-    found = False
-    for i, value in enumerate(subject.inputs):
-        if value.dtype in (torch.int32, torch.int64) and value.numel() > 1:
-            changed[i], found = value.reshape(-1)[:1].expand(value.numel()).reshape(value.shape).clone(), True
-    if not found:
+    chosen = {i for i, x in enumerate(subject.inputs) if x.dtype in (torch.int32, torch.int64) and x.numel() > 1}
+    if not chosen:
         raise NotApplicableError("no input holds integers")
-    return Case(subject.func, tuple(changed))
+    return Case(subject.func, subject.with_changed(lambda x: torch.full_like(x, int(x.flatten()[0])), chosen))
 
 
 def _first_rows(count: int) -> Callable[[Subject], Case]:
     def make(subject: Subject) -> Case:
-        sizes = {value.shape[0] for value in subject.given if value.ndim}
-        if len(sizes) != 1 or sizes == {count}:
+        rows = {i: value.shape[0] for i, value in enumerate(subject.given) if value.ndim}
+        if len(set(rows.values())) != 1 or count in rows.values():
             raise NotApplicableError(
                 "the first dimensions of the inputs are missing, differ in size, or have this size already"
             )
-        shorter = tuple(
-            value.detach()[:count].clone().requires_grad_(value.requires_grad) if value.ndim else value
-            for value in subject.given
-        )
-        return Case(subject.func, shorter + subject.parameters)
+        return Case(subject.func, subject.with_changed(lambda x: x[:count].clone(), set(rows)))
 
     return make
 
