@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
 from urllib.parse import quote
 
 from fastgrad.report import html
 
 
-class Entry(NamedTuple):
-    """A failing check: file name of its report, test, checker, and first line of the message."""
+def page(summary: Sequence[str], entries: Sequence[list[str]]) -> str:
+    """The page: the session's summary, and a row per failing check.
 
-    file: str
-    test: str
-    checker: str
-    line: str
-
-
-def page(summary: Sequence[str], entries: Sequence[Entry]) -> str:
-    """The page: the session's summary, and a row per failing check."""
+    entries: for each failing check, the file name of its report, test, checker, and first line of the message.
+    """
     found = "failing check" if len(entries) == 1 else "failing checks"
     headline = f"{len(entries)} {found}" if entries else "No check failed"
     rows = "".join(
-        f'<tr><td><a href="{quote(one.file)}">{escape(one.test)}</a></td><td>{escape(one.checker)}</td>'
-        f"<td>{escape(one.line)}</td></tr>"
-        for one in sorted(entries)
+        f'<tr><td><a href="{quote(file)}">{escape(test)}</a></td><td>{escape(checker)}</td><td>{escape(line)}</td></tr>'
+        for file, test, checker, line in sorted(entries)
     )
     head = "<thead><tr><th>test</th><th>checker</th><th>failure</th></tr></thead>"
     table = f'<div class="wide"><table>{head}<tbody>{rows}</tbody></table></div>'

@@ -203,8 +203,8 @@ class Session(Durations):
         if self._directory is not None:
             self.write_durations(self._directory)
             (self._directory / "summary.json").write_text(json.dumps(self._summary.as_dict(), indent=1) + "\n")
-            entries = [index_page.Entry(*row) for row in self._summary.reports]
-            (self._directory / "index.html").write_text(index_page.page(self._summary.lines(), entries))
+            page = index_page.page(self._summary.lines(), self._summary.reports)
+            (self._directory / "index.html").write_text(page)
             terminalreporter.line(f"reports of {len(self._summary.reports)} failing checks: {self._directory}")
         step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
         if step_summary:

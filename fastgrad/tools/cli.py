@@ -226,12 +226,12 @@ def _checked(options: argparse.Namespace) -> int:
     _require_device(options.device)
     _reject_options(options)
     with _stdout_to_stderr(options):
-        target = specs.target(options.function, options.input, options.keyword, options.seed, options.device)
-    arguments = [specs.described(value) for value in target.inputs]
+        call = specs.call(options.function, options.input, options.keyword, options.seed, options.device)
+    arguments = [specs.described(value) for value in call["inputs"]]
     if not options.json:
         print(f"{options.function} at {', '.join(arguments)}", flush=True)
     code, documents = 0, []
-    for name, run in _checks(options, target):
+    for name, run in _checks(options, call):
         report, error = None, None
         try:
             with _stdout_to_stderr(options):
@@ -250,16 +250,15 @@ def _checked(options: argparse.Namespace) -> int:
     return code
 
 
-def _checks(options: argparse.Namespace, target: specs.Target) -> list[tuple[str, Callable[[], Checked]]]:
+def _checks(options: argparse.Namespace, call: dict[str, Any]) -> list[tuple[str, Callable[[], Checked]]]:
     """The checkers to run, by name."""
-    arguments: dict[str, Any] = {"func": target.func, "inputs": target.inputs, "kwargs": target.keywords}
     if options.variants:
         from fastgrad.variants.check import check_variants  # imported only here, because it imports many modules
 
         keywords = {"compiled": options.compiled, "check_undefined_grad": not options.no_undefined_grad}
-        return [("check_variants", partial(check_variants, **arguments, **keywords, **_common_keywords(options)))]
+        return [("check_variants", partial(check_variants, **call, **keywords, **_common_keywords(options)))]
     return [
-        (name, partial(check, **arguments, **_keywords(options, order)))
+        (name, partial(check, **call, **_keywords(options, order)))
         for order, name in CHECKERS.items()
         if options.order in (str(order), "both")
     ]

@@ -17,7 +17,6 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +30,16 @@ class SpecError(ValueError):
     """An invalid specification, described in one sentence."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """A function or module to check, at arguments."""
-
-    func: Callable[..., Any]
-    inputs: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[^]]*)\](?:\{(?P<range>[^}]*)\})?(?P<options>(?:,.*)?)")
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*")
 _LAYOUTS = ("strided", "coo", "csr", "csc", "bsr", "bsc")
 
 
-def target(
+def call(
     function: str, inputs: Sequence[str], keywords: Sequence[str], seed: int, device: torch.device | str
-) -> Target:
-    """The function at arguments made from specifications.
+) -> dict[str, Any]:
+    """The arguments func, inputs and kwargs of a check, made from specifications.
 
     Parameters
     ----------
@@ -90,7 +80,7 @@ def target(
         func = func.to(device=device, dtype=dtypes[0] if dtypes else torch.float64)
     elif not callable(func):
         raise SpecError(f"{function} is of type {type(func).__name__}, which cannot be called")
-    return Target(func, arguments, named)
+    return {"func": func, "inputs": arguments, "kwargs": named}
 
 
 def find(text: str) -> Any:
