@@ -129,7 +129,7 @@ def _variants(subject: Subject) -> list[Variant]:
     of_layouts = *layouts.VARIANTS, *layouts.of_inputs(subject)
     of_derivatives = *derivatives.of_inputs(subject), *derivatives.VARIANTS
     tables = state.VARIANTS, others, of_layouts, of_derivatives
-    return [first, *chain.from_iterable(tables), *compilation.REGISTERED, *compilation.VARIANTS]
+    return [first, *chain.from_iterable(tables), *compilation.VARIANTS]
 
 
 def _check_arguments(seconds: object, kwargs: object, keywords: dict[str, Any]) -> None:

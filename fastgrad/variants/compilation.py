@@ -76,12 +76,9 @@ def _opcheck(subject: Subject) -> Outcome:
     return Outcome("failed", "; ".join(wrong)) if wrong else Outcome("passed")
 
 
-REGISTERED = (
+VARIANTS = (
     Variant("compiled", "fake tensors", _on_fake_tensors),
     Variant("compiled", "opcheck", _opcheck),
-)
-
-VARIANTS = (
     Variant("compiled", "aot_eager", _compiled("aot_eager", False)),
     Variant("compiled", "aot_eager, dynamic shapes", _compiled("aot_eager", True)),
     Variant("compiled", "inductor", _compiled("inductor", False)),
