@@ -6,7 +6,6 @@ import operator
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -128,8 +127,7 @@ def _variants(subject: Subject) -> list[Variant]:
     first, *others = points.VARIANTS
     of_layouts = *layouts.VARIANTS, *layouts.of_inputs(subject)
     of_derivatives = *derivatives.of_inputs(subject), *derivatives.VARIANTS
-    tables = state.VARIANTS, others, of_layouts, of_derivatives
-    return [first, *chain.from_iterable(tables), *compilation.VARIANTS]
+    return [first, *state.VARIANTS, *others, *of_layouts, *of_derivatives, *compilation.VARIANTS]
 
 
 def _check_arguments(seconds: object, kwargs: object, keywords: dict[str, Any]) -> None:
