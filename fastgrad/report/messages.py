@@ -245,11 +245,8 @@ def _first_line(report: ReportData, failure: Failure, comparison: Comparison) ->
     what = "gradient of" if failure.mode == "reverse" else "forward-mode derivative with respect to"
     through = f" through {output}" if len(subject.outputs) > 1 else ""
     tensor = _at(failure.input_position, subject.inputs)
-    part = (
-        ""
-        if failure.part == "all"
-        else f"{failure.part} part of {'inputs' if failure.mode == 'forward' else 'outputs'}"
-    )
+    side = "inputs" if failure.mode == "forward" else "outputs"
+    part = "" if failure.part == "all" else f"{failure.part} part of {side}"
     details = ", ".join(filter(None, (tensor, part)))
     kind = f" ({details})" if details else ""
     verdict = f"is wrong in {_wrong(comparison)} of the Jacobian"
@@ -398,12 +395,10 @@ def _numbers(settings: Settings, name: str) -> str:
 
 def engine_line(report: ReportData) -> str:
     """The engine and the cost of a check."""
-    name = report.plan.engine if report.plan else "none"
-    groups = ""
-    if report.plan and report.plan.column_groups is not None:
-        groups = f"{count(report.plan.column_groups, 'column group')}, "
-        if report.plan.row_groups is not None:
-            groups += f"{count(report.plan.row_groups, 'row group')}, "
+    plan = report.plan
+    name = plan.engine if plan else "none"
+    numbers = ((plan.column_groups, "column group"), (plan.row_groups, "row group")) if plan else ()
+    groups = "".join(f"{count(number, noun)}, " for number, noun in numbers if number is not None)
     return (
         f"{name}: {groups}{count(report.n, 'input coordinate')}, {count(report.m, 'output coordinate')}, "
         f"{count(report.evaluations, 'evaluation')}, {count(report.vjps, 'VJP')}, "
@@ -553,9 +548,8 @@ def values_text(entry: Entry) -> tuple[str, str]:
 
 def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
     """The number and the positions of the entries that differ."""
-    where = ""
-    if comparison.extent is not None:
-        where = extent_text(comparison.extent, names, comparison.mismatches)
+    extent = comparison.extent
+    where = "" if extent is None else extent_text(extent, names, comparison.mismatches)
     where = f", {where}" if where else ""
     if not comparison.unclear:
         return f"{_extent(comparison)}{where}"
