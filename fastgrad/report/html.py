@@ -102,10 +102,7 @@ def _failure_section(report: ReportData) -> str:
     comparison, names = failure.comparison, messages.names_of(report, failure)
     lines = [f"{message.partition(chr(10))[0].rstrip(',')}."]
     where = messages.extent_line(names, comparison).partition(", ")[2]
-    if where:
-        lines.append(_sentence(where))
-    if failure.detail:
-        lines.append(_sentence(failure.detail))
+    lines += [_sentence(clause) for clause in (where, failure.detail) if clause]
     rows = []
     if comparison.extent is not None:
         sides = zip(names, (comparison.extent.output, comparison.extent.input), strict=True)
@@ -218,8 +215,7 @@ def _compared_section(report: ReportData) -> str:
         parts.append(table(head, rows, (1, 2, 3, 4)))
         parts.append(_shares(report) if report.passed else "")
     if report.certificates:
-        bounds = [f"{one.bound:.2g}" if one.bound else "any size" for one in report.certificates]
-        rows = [(one.claim, one.method, bound) for one, bound in zip(report.certificates, bounds, strict=True)]
+        rows = [(one.claim, one.method, f"{one.bound:.2g}" if one.bound else "any size") for one in report.certificates]
         parts.append("<p>Certified by random vectors:</p>")
         parts.append(table(("claim", "how", "smallest size detected"), rows, (2,)))
     return section("Comparison", *parts) if parts else ""
@@ -230,12 +226,8 @@ def _shares(report: ReportData) -> str:
     items = []
     for pair in report.pairs:
         own = report.settings.of(pair.input)
-        shares = [
-            found / allowed
-            for found, allowed in ((pair.largest_absolute, own.atol), (pair.largest_relative, own.rtol))
-            if allowed
-        ]
-        share = min(1.0, *shares) if shares else 1.0
+        errors = (pair.largest_absolute, own.atol), (pair.largest_relative, own.rtol)
+        share = min([1.0, *(found / allowed for found, allowed in errors if allowed)])
         width = max(0.0, 1 + math.log10(share) / _GAUGE_DECADES) if share else 0.0
         items.append(
             f'<li>{escape(messages.jacobian_name(report, pair))} <span class="gauge"><i style="width: {width:.0%}">'
