@@ -240,10 +240,8 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
     padding = None if call.is_custom else padding_row(call.target, args, kwargs)
 
     def replayed(*given: Tensor) -> Any:
-        given = tuple(
-            torch.where(fixed[i], values[i], one) if i in fixed else one for i, one in zip(leaves, given, strict=True)
-        )
         at = dict(zip(leaves, given, strict=True))
+        at |= {i: torch.where(mask, values[i], at[i]) for i, mask in fixed.items()}
         tensors = [at.get(own[id(tensor)], values[i]) for i, tensor in enumerate(call.tensors)]
         tensors = [tensor.clone() if i in call.written else tensor for i, tensor in enumerate(tensors)]
         if states is not None:

@@ -196,6 +196,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         recording = torch.is_grad_enabled() and not self._inside
         needs_grad = any(tensor.requires_grad for tensor in tensors)
         mask, lost = self._look_up(tensors)
+        padding = padding_row(func, args, kwargs) if recording else None
         call = None
         if recording and needs_grad and self._keeps_calls and not _is_detach(func):
             call = self._keep(full_name(func), func, (args, kwargs))
@@ -209,11 +210,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             if self._stops(func, outputs, recording, needs_grad, lost):
                 alias = weakref.ref(outputs[0]) if len(outputs) == 1 else None
                 self._note_detached(func, mask, alias, self.places.holds_constants())
-            elif (
-                recording
-                and (padding := padding_row(func, args, kwargs)) is not None
-                and bool((args[1] == padding).any())
-            ):
+            elif padding is not None and bool((args[1] == padding).any()):
                 self._note_detached(func, mask, None, is_intended=True)
         if func._schema.is_mutable and tensors:
             where = f"{_name_of(func)} at {self.places.text()}"
