@@ -320,9 +320,8 @@ def _nearby(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
     for value in arguments:
         if isinstance(value, Tensor) and value.requires_grad and id(value) not in made:
             plain = value.detach()
-            part = factor * (
-                0.5 + 0.5 * torch.rand(plain.shape, generator=generator, dtype=torch.float64, device="cpu")
-            )
+            drawn = torch.rand(plain.shape, generator=generator, dtype=torch.float64, device="cpu")
+            part = factor * (0.5 + 0.5 * drawn)
             size = torch.where(plain == 0, plain.abs().mean(), plain) if plain.numel() else plain
             made[id(value)] = (plain + part.to(plain.device) * size).requires_grad_()
     return tuple(made.get(id(value), value) if isinstance(value, Tensor) else value for value in arguments)

@@ -143,7 +143,7 @@ class Comparison:
         beyond = int((ratio > 1).sum())
         worst = ratio.amax(1)
         order = worst.argsort(descending=True)[: int((worst > 1).sum())]
-        for some in torch.split(order, AT_A_TIME):
+        for some in torch.split(order, AT_A_TIME) if beyond else ():
             self.look_again_at(some)
             if bool((self.ratio()[some] > 1).any()):
                 break

@@ -88,20 +88,17 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
     )
     if ratio > 1:
         _forwards_differ(comparison, coordinate, ratio, outcome)
-        return comparison
-    if _overflows(comparison, outcome):
-        return comparison
-    if bool((comparison.ratio() > 1).any()):
-        comparison.look_again()
-        if comparison.excused:
-            outcome.notes.append(
-                f"{comparison.excused} entries are accurate only relative to the largest entry: rounding explains "
-                "their errors only if inputs are perturbed relative to the largest element of their tensor"
-            )
-    outcome.note(draws=comparison.draws, second_look=comparison.excused)
-    for judge_further in (_judge_entries, _judge_common_errors, _judge_beyond_range, _state_the_smallest):
+    steps = (
+        _judge_overflows,
+        _look_again,
+        _judge_entries,
+        _judge_common_errors,
+        _judge_beyond_range,
+        _state_the_smallest,
+    )
+    for step in steps:
         if outcome.is_undecided:
-            judge_further(comparison, outcome)
+            step(comparison, outcome)
     return comparison
 
 
@@ -184,20 +181,27 @@ def _forwards_differ(comparison: Comparison, coordinate: int, ratio: float, outc
     )
 
 
-def _overflows(comparison: Comparison, outcome: Outcome) -> bool:
+def _judge_overflows(comparison: Comparison, outcome: Outcome) -> None:
     own, explained = comparison.overflows()
     if bool(own.any()):
         outcome.fail("not finite", comparison.entry(*_first(own)), wrong=int(own.sum()))
-        return True
-    if bool(explained.any()):
+    elif bool(explained.any()):
         outcome.note(
             worst=comparison.entry(*_first(explained)),
             undecided=f"{int(explained.sum())} entries of the gradients are not finite. They are also not finite in "
             "the reference if every result is rounded to the dtype: an intermediate result leaves the dtype's range",
             remedy=_SMALLER_OR_WIDER,
         )
-        return True
-    return False
+
+
+def _look_again(comparison: Comparison, outcome: Outcome) -> None:
+    comparison.look_again()
+    if comparison.excused:
+        outcome.notes.append(
+            f"{comparison.excused} entries are accurate only relative to the largest entry: rounding explains their "
+            "errors only if inputs are perturbed relative to the largest element of their tensor"
+        )
+    outcome.note(draws=comparison.draws, second_look=comparison.excused)
 
 
 def _first(mask: Tensor) -> tuple[int, int]:
@@ -233,8 +237,7 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
 
         row = row_behind(problem, probes.cotangents[probe], errors)
         alone = Comparison(problem, products, one_row(problem, row))
-        if bool((alone.ratio() > 1).any()):
-            alone.look_again()
+        alone.look_again()
         found = alone.ratio()
         if bool((found > 1).any()):
             outcome.fail("beyond rounding", alone.entry(*_place(found)))
