@@ -61,11 +61,9 @@ class Summary:
         if check.ours.verdict == "raised":
             self.errors[type(check.ours.error).__name__] += 1
         self.seconds += check.ours.seconds
-        torch_seconds = None
-        if check.torch is not None:
-            torch_seconds = check.torch.seconds
-            self.torch_seconds += torch_seconds
-            self.compared += 1
+        torch_seconds = None if check.torch is None else check.torch.seconds
+        self.torch_seconds += torch_seconds or 0.0
+        self.compared += check.torch is not None
         if check.differs:
             self.differences.append(test)
         if check.report is not None and check.report.verdict == "undecided":
@@ -213,9 +211,8 @@ class Session(Durations):
 
     def _taken(self) -> list[Check]:
         """The checks since the last call."""
-        count = len(self._checks)
-        taken = self._checks[:count]
-        del self._checks[:count]  # other threads may have appended meanwhile
+        taken = list(self._checks)
+        del self._checks[: len(taken)]  # other threads may have appended meanwhile
         return taken
 
     def _count(self, check: Check, test: str, phase: pytest.TestReport | None = None) -> None:
