@@ -97,13 +97,13 @@ def find(text: str) -> Any:
     found: Any = _module(where)
     name = where
     for step in path.split("."):
-        attribute, calls = re.fullmatch(r"(.*?)((?:\(\))?)", step).groups()  # type: ignore[union-attr]
+        attribute = step.removesuffix("()")
         try:
             found = getattr(found, attribute)
         except AttributeError:
             raise SpecError(f"{name} has no attribute {attribute!r}") from None
         name = f"{name}:{step}" if name == where else f"{name}.{step}"
-        if calls:
+        if attribute != step:
             try:
                 found = found()
             except (Exception, SystemExit) as error:
