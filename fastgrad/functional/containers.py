@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -121,17 +122,16 @@ def of_entries(
 ) -> Parts:
     """The parts of a sparse matrix of elements, in the requested layout; elsewhere: other elements of dense parts."""
     parts: Parts = []
-    row_start = 0
-    for o, output in enumerate(outputs):
+    row_starts = accumulate((output.numel() for output in outputs), initial=0)
+    column_starts = list(accumulate((value.numel() for value in inputs), initial=0))
+    for output, row_start, of_output in zip(outputs, row_starts, dtypes, strict=False):
         parts.append([])
-        column_start = 0
-        for k, value in enumerate(inputs):
+        for value, column_start, dtype in zip(inputs, column_starts, of_output, strict=False):
             rows, columns, values = found.rows, found.columns, found.values
             if len(outputs) > 1 or len(inputs) > 1:
                 rows, columns = rows - row_start, columns - column_start
                 own = (rows >= 0) & (rows < output.numel()) & (columns >= 0) & (columns < value.numel())
                 rows, columns, values = rows[own], columns[own], values[own]
-            dtype = dtypes[o][k]
             values = values.real.to(dtype) if values.is_complex() and not dtype.is_complex else values.to(dtype)
             if sparse:
                 part = sparse_part(rows, columns, values, output.shape, value.shape)
@@ -139,6 +139,4 @@ def of_entries(
                 part = zeros(output, value, dtype).fill_(elsewhere)
                 part.view(-1)[rows * value.numel() + columns] = values
             parts[-1].append(part)
-            column_start += value.numel()
-        row_start += output.numel()
     return parts
