@@ -284,13 +284,9 @@ def _second_differences(problem: Problem, record_graph: bool, base: Tensor, dire
 def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tensor]:
     """Second derivatives and their errors from second differences; if no two steps agree, those of the middle step."""
     slopes = torch.stack(bends, 1)
-    widths = torch.tensor(SECOND_STEPS, dtype=torch.float64, device=slopes.device).square()
-    values, errors = extrapolate(
-        slopes,
-        widths.unsqueeze(1).expand_as(slopes),
-        4 * rounding.expand(slopes.shape[1]),
-        most_noise=MAX_NOISE,
-    )
+    widths = torch.tensor(SECOND_STEPS, dtype=torch.float64, device=slopes.device).square().unsqueeze(1)
+    noise = 4 * rounding.expand(slopes.shape[1])
+    values, errors = extrapolate(slopes, widths.expand_as(slopes), noise, most_noise=MAX_NOISE)
     return torch.where(values.isnan(), slopes[len(slopes) // 2], values), errors
 
 

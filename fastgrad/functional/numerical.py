@@ -72,17 +72,15 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
     seen = _Seen(func, "vjp")
     found = jacobian_by_differences(seen, inputs, return_error)
     cotangents = vector(v, seen.outputs, seen.is_tuple, "vjp")
-    all_weights = torch.zeros(
-        sum(block.size for block in found.outputs), dtype=torch.float64, device=found.values.device
-    )
+    m, n = (sum(block.size for block in blocks) for blocks in (found.outputs, found.inputs))
+    all_weights = torch.zeros(m, dtype=torch.float64, device=found.values.device)
     for block in found.outputs:
         cotangent = cotangents[block.position].to(seen.outputs[block.position].dtype)
         native.flatten_(all_weights[block.slice], cotangent)
     weights = all_weights[found.rows]
 
     def total(entries: Tensor) -> Tensor:
-        size = sum(block.size for block in found.inputs)
-        return torch.zeros(size, dtype=torch.float64, device=entries.device).index_add_(0, found.columns, entries)
+        return torch.zeros(n, dtype=torch.float64, device=entries.device).index_add_(0, found.columns, entries)
 
     # If a weight is zero, an infinite error does not count.
     errors = total(torch.where(weights == 0, 0.0, weights.abs() * found.errors))
