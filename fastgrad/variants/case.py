@@ -47,7 +47,7 @@ class Subject:
     keywords: Mapping[str, Any]
     given: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...]
-    rebuilds: tuple[Rebuild | None, Rebuild | None]
+    rebuilds: tuple[Rebuild | None, ...]
     seed: int
 
     @property
@@ -99,10 +99,8 @@ class Subject:
         """A function of the checked inputs only; the others come from arguments."""
 
         def func(*checked: Any) -> Any:
-            given = list(arguments)
-            for i, value in zip(self.checked, checked, strict=True):
-                given[i] = value
-            return self.func(*given)
+            by = dict(zip(self.checked, checked, strict=True))
+            return self.func(*(by.get(i, value) for i, value in enumerate(arguments)))
 
         return func
 
@@ -198,10 +196,8 @@ def subject_of(func: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any],
     check_callable(func)
     arguments, keywords = as_tuple(inputs), dict(kwargs)
     found: list[tuple[str, Tensor]] = []
-    rebuilds = (
-        flatten(arguments, "inputs", lambda tensor: True, found),
-        flatten(keywords, "kwargs", lambda tensor: True, found),
-    )
+    named = ("inputs", arguments), ("kwargs", keywords)
+    rebuilds = tuple(flatten(value, name, lambda tensor: True, found) for name, value in named)
     given = tuple(tensor for _, tensor in found)
     names = tuple(name for name, _ in found)
     parameters: tuple[Tensor, ...] = ()

@@ -218,12 +218,11 @@ def _of_exception(variant: Variant, subject: Subject, case: Case, error: Excepti
     text = _first_line(error)
     if variant.is_given and not is_of_func and (is_of_fastgrad(error) or str(error).startswith("func must return")):
         raise error
-    if not subject.is_strided and any(one in str(error) for one in _NO_SUCH_LAYOUT):
+    no_such_layout = not subject.is_strided and any(one in str(error) for one in _NO_SUCH_LAYOUT)
+    if no_such_layout or _does_not_exist(variant, error):
         return Outcome("not applicable", text)
     if case.may_raise and case.may_raise in str(error):
         return Outcome("passed", "backward raises, as it should")
-    if _does_not_exist(variant, error):
-        return Outcome("not applicable", text)
     # func may also raise next to the point: at zero, -eps may be outside its domain.
     if variant.is_elsewhere and is_of_func:
         return Outcome("not applicable", f"func raises {text}")
