@@ -93,12 +93,9 @@ def _of_kind(failure: Failure, notes: Sequence[str]) -> Iterator[Cause]:
         detached = (
             "func detaches its result from its inputs, for example by detach(), .data, .item(), .numpy() or no_grad()"
         )
-        yield Cause(
-            "zero gradient",
-            next((note for note in notes if note.startswith(DISABLED)), detached),
-            f"a numerical derivative of {failure.detail}, although no output requires grad",
-            0.9,
-        )
+        text = next((note for note in notes if note.startswith(DISABLED)), detached)
+        measure = f"a numerical derivative of {failure.detail}, although no output requires grad"
+        yield Cause("zero gradient", text, measure, 0.9)
 
 
 # Properties of func: whether it varies from call to call, is curved, or rounds.
@@ -118,21 +115,18 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     # If the worst entry was measured in spite of the variation, the variation is not the reason for its difference.
     is_measured = worst is not None and worst.error is not None and worst.difference > worst.allowed + worst.error
     if evidence.func_varies and not is_measured:
-        yield Cause(
-            "nondeterminism",
+        text = (
             f"{varying(settings)} gives different values for the same inputs: look for random numbers, state, "
-            "atomic additions, or uninitialized memory",
-            f"two calls at the same inputs differ by {evidence.func_varies:.2g}",
-            0.97,
+            "atomic additions, or uninitialized memory"
         )
+        yield Cause("nondeterminism", text, f"two calls at the same inputs differ by {evidence.func_varies:.2g}", 0.97)
     if evidence.output_dtype is not None and failure.kind == "mismatch":
-        yield Cause(
-            "low precision",
-            f"func computes in {evidence.output_dtype} and returns double precision",
+        text = f"func computes in {evidence.output_dtype} and returns double precision"
+        measure = (
             "after a small change of x, all output values that changed and are not integers are "
-            f"{evidence.output_dtype} numbers",
-            0.96,
+            f"{evidence.output_dtype} numbers"
         )
+        yield Cause("low precision", text, measure, 0.96)
     elif failure.numerical_issue is not None and failure.numerical_issue != "not converged":
         yield Cause(failure.numerical_issue, failure.detail, *_OF_ISSUES[failure.numerical_issue])
     own = settings.of(failure.input or 0)
@@ -149,13 +143,14 @@ def _of_stairs(eps: float, worst: Entry, slopes: tuple[tuple[float, float], ...]
     step, slope = max(slopes)
     analytical = complex(worst.analytical).real
     if step > eps and modulus(worst.numerical) == 0 and slope and abs(slope - analytical) <= abs(analytical) / 4:
-        yield Cause(
-            "low precision",
-            "func is piecewise constant, because it rounds an intermediate result: to a lower precision, or by round()",
-            f"func does not change over steps of {eps:g}, but over a step of {step:.2g} its slope is {slope:.3g}; "
-            f"the analytical derivative is {analytical:.3g}",
-            0.9,
+        text = (
+            "func is piecewise constant, because it rounds an intermediate result: to a lower precision, or by round()"
         )
+        measure = (
+            f"func does not change over steps of {eps:g}, but over a step of {step:.2g} its slope is {slope:.3g}; "
+            f"the analytical derivative is {analytical:.3g}"
+        )
+        yield Cause("low precision", text, measure, 0.9)
 
 
 def _of_steps(
@@ -169,25 +164,23 @@ def _of_steps(
     off = abs(slopes[measured] - analytical)
     rounding_error = 8 * ulp / measured
     if off <= rounding_error:
-        yield Cause(
-            "rounding",
+        text = (
             f"rounding hides the change of func over a step of eps = {eps:g}: one ulp of func's value, divided by eps, "
-            f"is at most {ulp / eps:.2g}; use a larger eps, or subtract a constant offset from the values",
-            f"the derivatives differ by {off:.2g}, which rounding explains",
-            0.95 if is_open else 0.92,
+            f"is at most {ulp / eps:.2g}; use a larger eps, or subtract a constant offset from the values"
         )
+        measure = f"the derivatives differ by {off:.2g}, which rounding explains"
+        yield Cause("rounding", text, measure, 0.95 if is_open else 0.92)
         return
     finer = [(h, slope) for h, slope in slopes.items() if h < measured and abs(slope - analytical) <= 8 * ulp / h < off]
     if finer:
         h, slope = finer[0]
-        yield Cause(
-            "truncation",
-            f"eps = {eps:g} is too large: func is curved, or has a kink or a jump, within eps of the inputs; use a "
-            "smaller eps",
+        why = "func is curved, or has a kink or a jump, within eps of the inputs"
+        text = f"eps = {eps:g} is too large: {why}; use a smaller eps"
+        measure = (
             f"the derivatives differ by {off:.2g} at eps, but only by {abs(slope - analytical):.2g} at a step of "
-            f"{h:.2g}, where the numerical one is {_number(slope)}",
-            0.95 if is_open else 0.88,
+            f"{h:.2g}, where the numerical one is {_number(slope)}"
         )
+        yield Cause("truncation", text, measure, 0.95 if is_open else 0.88)
 
 
 # Properties of backward as a function of grad_output.
@@ -200,20 +193,16 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
         return  # if gradients vary from run to run, they are no evidence for other causes
     linear = failure.kind != "mismatch"
     if evidence.after_others is not None and evidence.after_others > MIN_DEVIATION:
-        yield Cause(
-            "saved tensor",
+        text = (
             "backward reads a tensor that other calls of func overwrite, for example in a global variable, on the "
-            "class or in a shared buffer: use ctx.save_for_backward, which keeps one tensor per graph",
-            f"relative change {evidence.after_others:.2g} of the gradient after a call of func at another point",
-            0.93,
+            "class or in a shared buffer: use ctx.save_for_backward, which keeps one tensor per graph"
         )
+        measure = f"relative change {evidence.after_others:.2g} of the gradient after a call of func at another point"
+        yield Cause("saved tensor", text, measure, 0.93)
     if evidence.at_zero is not None and evidence.at_zero != 0:
-        yield Cause(
-            "nonlinear backward",
-            "backward does not multiply its result, or a term of it, by grad_output",
-            f"for a zero grad_output, the largest element of the gradient is {evidence.at_zero:.2g}",
-            0.95,
-        )
+        text = "backward does not multiply its result, or a term of it, by grad_output"
+        measure = f"for a zero grad_output, the largest element of the gradient is {evidence.at_zero:.2g}"
+        yield Cause("nonlinear backward", text, measure, 0.95)
     scaled = evidence.scaled or ()
     nonlinear = [(c, deviation, size) for c, deviation, size in scaled if not deviation <= MIN_DEVIATION]
     if nonlinear:
@@ -238,27 +227,23 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
 def _of_terms(evidence: Evidence) -> Iterator[Cause]:
     """The cause if the gradients for the terms of a grad_output do not add up to the gradient of their sum."""
     if evidence.added is not None and not evidence.added <= MIN_DEVIATION:
-        yield Cause(
-            "nonlinear backward",
-            "backward is not additive in grad_output: look for a quantization, a maximum, or a product of elements of "
-            "grad_output",
+        look = "look for a quantization, a maximum, or a product of elements of grad_output"
+        measure = (
             "the gradients for two dense grad_outputs do not add up to the gradient for their sum: "
-            f"relative difference {evidence.added:.2g}",
-            0.94,
+            f"relative difference {evidence.added:.2g}"
         )
+        yield Cause("nonlinear backward", f"backward is not additive in grad_output: {look}", measure, 0.94)
     elif evidence.split is not None and not evidence.split <= MIN_DEVIATION:
         text = "backward depends on which elements of grad_output are zero"
         if evidence.dense_error is not None:
             is_right = evidence.dense_error <= 10 * MIN_DEVIATION
             text += f": it is {'right' if is_right else 'wrong'} for a grad_output without zeros"
             text += ", but not for all others" if is_right else ""
-        yield Cause(
-            "sparse grad_output",
-            text,
+        measure = (
             "the gradients for parts of a grad_output do not add up to the gradient for the whole: "
-            f"relative difference {evidence.split:.2g}",
-            0.92,
+            f"relative difference {evidence.split:.2g}"
         )
+        yield Cause("sparse grad_output", text, measure, 0.92)
 
 
 def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
@@ -278,13 +263,12 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
             measure = "one of the two gradients is zero or not finite, and the other is not"
         else:
             measure = f"the relative difference of the two gradients is {deviation:.2g}"
-        yield Cause(
-            "layout of grad_output",
+        text = (
             f"backward {'is wrong' if error is None else 'raises'} for a grad_output that {how}, but not for a "
-            f"contiguous copy: {mistake}",
-            measure,
-            0.8 if how.startswith("is expanded") and not linear else 0.93,
+            f"contiguous copy: {mistake}"
         )
+        confidence = 0.8 if how.startswith("is expanded") and not linear else 0.93
+        yield Cause("layout of grad_output", text, measure, confidence)
         return
 
 
@@ -297,12 +281,8 @@ def _modified(evidence: Evidence) -> Cause:
     else:
         measure = "a dense grad_output has different values after the call"
         measure += f"; for another layout, backward raises {error}" if error else ""
-    return Cause(
-        "modified grad_output",
-        "backward writes into grad_output, which other nodes also read: write into a new tensor instead",
-        measure,
-        0.97,
-    )
+    text = "backward writes into grad_output, which other nodes also read: write into a new tensor instead"
+    return Cause("modified grad_output", text, measure, 0.97)
 
 
 def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
@@ -314,26 +294,16 @@ def _of_runs(evidence: Evidence, settings: Settings) -> Iterator[Cause]:
     runs = [deviation for graph in graphs for deviation in graph]
     measure = f"{len(runs)} runs of one VJP differ by up to {max(runs):.2g} times the largest element of the gradient"
     if evidence.draws:  # if func sets the seed, these runs repeat like those of a backward that writes what it reads
-        yield Cause(
-            "nondeterminism",
-            "backward draws random numbers: draw them in forward, and save them for backward",
-            measure,
-            0.97,
-        )
+        text = "backward draws random numbers: draw them in forward, and save them for backward"
+        yield Cause("nondeterminism", text, measure, 0.97)
     elif all(graph == graphs[0][: len(graph)] for graph in graphs):
+        text = "backward changes what it reads: a tensor that forward saved, or state on ctx"
         yield Cause(
-            "saved tensor",
-            "backward changes what it reads: a tensor that forward saved, or state on ctx",
-            f"{measure}; after another forward, backward gives the first gradient again",
-            0.96,
+            "saved tensor", text, f"{measure}; after another forward, backward gives the first gradient again", 0.96
         )
     elif all(earlier < later for earlier, later in itertools.pairwise(runs)):
-        yield Cause(
-            "saved tensor",
-            "the gradient changes with each call of backward: backward modifies an input, or state, that it reads",
-            measure,
-            0.96,
-        )
+        text = "the gradient changes with each call of backward: backward modifies an input, or state, that it reads"
+        yield Cause("saved tensor", text, measure, 0.96)
     else:
         order = "atomic additions in a varying order, " if max(runs) < AS_ROUNDING else ""
         reasons = f"look for random numbers, state, {order}missing synchronization, or uninitialized memory"
@@ -378,20 +348,14 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
     measure = f"{name} mode gives {_number(other, digits_apart(analytical, numerical))}{adjoint}"
     confidence = 0.97 if settings.check_forward_ad and settings.check_backward_ad else 0.45
     if modulus(other - numerical) <= allowed:
-        yield Cause(
-            "modes disagree",
-            f"{name} mode gives the right value of the worst entry, so only {own} is wrong",
-            measure,
-            confidence,
-        )
+        text = f"{name} mode gives the right value of the worst entry, so only {own} is wrong"
+        yield Cause("modes disagree", text, measure, confidence)
     elif modulus(other - analytical) <= EXACT * modulus(analytical) and modulus(other) > 0:
-        yield Cause(
-            "both modes wrong",
+        text = (
             "forward and reverse mode agree with each other but not with func: a formula that both use is wrong, or "
-            "func does not compute what the formula assumes",
-            measure,
-            confidence,
+            "func does not compute what the formula assumes"
         )
+        yield Cause("both modes wrong", text, measure, confidence)
 
 
 def _number(value: complex, digits: int = 6) -> str:
@@ -414,19 +378,15 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
         found, wanted = complex(worst.analytical), complex(worst.numerical)
         off, size = modulus(other[0] - other[1]), modulus(other[1])
         if modulus(found + wanted) <= RESIDUAL * modulus(wanted) and off <= RESIDUAL * size:
-            yield Cause(
-                "missing conjugate",
+            text = (
                 f"the gradient of the {failure.part} part of the output has the wrong sign, and that of the other part "
-                "is right: a conj() of grad_output or of its factor is missing",
-                f"the error of the gradient of the other part is {off:.1g}",
-                0.97,
+                "is right: a conj() of grad_output or of its factor is missing"
             )
+            yield Cause("missing conjugate", text, f"the error of the gradient of the other part is {off:.1g}", 0.97)
         elif modulus(found) == 0 and size and off <= RESIDUAL * size:
             dropped = "imaginary" if failure.part == "imaginary" else "real"
-            yield Cause(
-                "complex factor",
+            text = (
                 f"backward ignores the {dropped} part of grad_output, and the gradient of the other part is right: "
-                "look for .real or .imag in backward",
-                f"the error of the gradient of the other part is {off:.1g}",
-                0.95,
+                "look for .real or .imag in backward"
             )
+            yield Cause("complex factor", text, f"the error of the gradient of the other part is {off:.1g}", 0.95)

@@ -94,13 +94,12 @@ class Hypotheses:
             return None
         leaf = block.tensor.detach().clone().requires_grad_()
         names = ", ".join(self.name_of(other) for other in dependent)
-        return self._explained(
-            "dependent inputs",
+        text = (
             f"{names} {'was' if len(dependent) == 1 else 'were'} computed from {self.name_of(block)}; autograd "
-            "includes this dependence, and differences do not: pass independent tensors, for "
-            "example tensor.detach().requires_grad_()",
-            partial(self._with_leaf, leaf),
+            "includes this dependence, and differences do not: pass independent tensors, for example "
+            "tensor.detach().requires_grad_()"
         )
+        return self._explained("dependent inputs", text, partial(self._with_leaf, leaf))
 
     def confirms(self, rule: Rule) -> bool | None:
         """Whether random sums confirm a rule for the positions of wrong entries; None if they do not decide.
@@ -209,12 +208,11 @@ class Hypotheses:
         result = self.problem.base()[output.slice].reshape(block.tensor.shape)
         leaf = result.to(block.tensor.dtype).requires_grad_()
         name = self.name_of(block)
-        return self._explained(
-            "saved tensor",
+        text = (
             f"backward uses {name} in place of output {output.position}: the gradient would be right if {name} had the "
-            f"values of output {output.position}",
-            partial(self._with_leaf, leaf),
+            f"values of output {output.position}"
         )
+        return self._explained("saved tensor", text, partial(self._with_leaf, leaf))
 
     def rearranged(self) -> Explanation | None:
         """Whether the analytical Jacobian is a rearrangement of the right one."""

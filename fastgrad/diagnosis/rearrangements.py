@@ -237,15 +237,13 @@ def _of_permutations(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
         # If all values of each row (or column) are equal, their order cannot be wrong.
         spread = (n.amax(dim) - n.amin(dim)).max()
         if bool(difference <= allowed) and moved > 1 and bool(spread > 10 * allowed):
-            yield Cause(
-                "permuted",
-                f"{what} has the right values at wrong positions"
-                + words.of_backward(
-                    ": backward applies a permutation instead of its inverse, or the inverse instead of the permutation"
-                ),
-                f"after sorting, the entries agree to {float(difference):.1g}; {moved} of {count} positions differ",
-                0.91,
+            text = f"{what} has the right values at wrong positions" + words.of_backward(
+                ": backward applies a permutation instead of its inverse, or the inverse instead of the permutation"
             )
+            measure = (
+                f"after sorting, the entries agree to {float(difference):.1g}; {moved} of {count} positions differ"
+            )
+            yield Cause("permuted", text, measure, 0.91)
             return
 
 
@@ -296,13 +294,12 @@ def _of_dimensions(matrices: _Matrices, sample: Sample, words: Wording) -> Itera
     func, backward = (_coupled_dims(matrix, matrices.outputs) for matrix in (matrices.numerical, matrices.analytical))
     if func and backward and not backward & func:
         along, instead = (", ".join(map(str, sorted(dims))) for dims in (func, backward))
-        yield Cause(
-            "wrong dimension",
+        text = (
             f"{words.derivative} sums, or scans, along dimension {instead}; in func, elements depend on each other "
-            f"along dimension {along}",
-            f"all analytical entries that couple elements along dimension {along} are zero",
-            0.93,
+            f"along dimension {along}"
         )
+        measure = f"all analytical entries that couple elements along dimension {along} are zero"
+        yield Cause("wrong dimension", text, measure, 0.93)
 
 
 def _coupled_dims(matrix: Tensor, outputs: int) -> set[int]:
@@ -333,30 +330,22 @@ def _of_reductions(matrices: _Matrices, sample: Sample, words: Wording) -> Itera
     # Each output depends on at most one element of the input, and each such element has one nonzero analytical entry.
     single = of_one and bool((((a != 0).sum(0) == 1) | ~columns).all())
     if bool((lost == wrong).all()) and total and single and not _broadcast_dims(sample):
-        yield Cause(
-            "overwritten",
-            _overwritten(words),
-            "every wrong entry is zero, and its input element has one nonzero analytical entry",
-            0.94,
-        )
+        measure = "every wrong entry is zero, and its input element has one nonzero analytical entry"
+        yield Cause("overwritten", _overwritten(words), measure, 0.94)
         return
     if not bool(extra.any()) and int(lost.sum()) * 2 >= total > 1 and both and spread and in_rows and share >= 0.45:
         omits = _omits(words, "most" if share > 0.55 else "about half")
-        yield Cause(
-            "missing reduction",
-            f"{omits}: {_no_sum(words, _summed_dims(matrices, sample))}, or a mean or norm is treated as a constant",
+        text = f"{omits}: {_no_sum(words, _summed_dims(matrices, sample))}, or a mean or norm is treated as a constant"
+        measure = (
             f"{int(lost.sum())} of {total} wrong entries are zero; at least half of their input elements also have "
-            "nonzero entries",
-            0.92,
+            "nonzero entries"
         )
+        yield Cause("missing reduction", text, measure, 0.92)
         return
     if int(extra.sum()) * 2 < total and _is_outer(torch.where(known, a - n, 0.0), n):
-        yield Cause(
-            "missing reduction",
-            f"a sum or a mean over {words.vectors} is missing, superfluous or multiplied by a wrong factor",
-            "within each block of the Jacobian, the error is an outer product of two vectors",
-            0.75,
-        )
+        text = f"a sum or a mean over {words.vectors} is missing, superfluous or multiplied by a wrong factor"
+        measure = "within each block of the Jacobian, the error is an outer product of two vectors"
+        yield Cause("missing reduction", text, measure, 0.75)
 
 
 def _summed_dims(matrices: _Matrices, sample: Sample) -> list[int]:

@@ -90,22 +90,14 @@ def _zero(words: Wording, count: int, confidence: float, order: int, is_whole: b
             "a term is missing, or backward treats a value as a constant; look for detach(), .data, no_grad(), "
             "@once_differentiable, and for tensors kept on ctx without save_for_backward"
         )
-    return Cause(
-        "zero gradient",
-        f"{'the' if count == 1 else 'every'} wrong analytical entry is zero: {why}",
-        f"{count:,} wrong {'entry' if count == 1 else 'entries'}",
-        confidence,
-    )
+    text = f"{'the' if count == 1 else 'every'} wrong analytical entry is zero: {why}"
+    return Cause("zero gradient", text, f"{count:,} wrong {'entry' if count == 1 else 'entries'}", confidence)
 
 
 def _factor(k: float, measure: str, sizes: dict[str, int], confidence: float, selected: int = 0) -> Cause:
     if abs(k + 1) <= EXACT:
-        return Cause(
-            "sign",
-            "every wrong analytical entry is -1 x the numerical one: a sign is wrong",
-            measure,
-            confidence + 0.01,
-        )
+        text = "every wrong analytical entry is -1 x the numerical one: a sign is wrong"
+        return Cause("sign", text, measure, confidence + 0.01)
     known = [what for what, size in sizes.items() if size > 2 and abs(k / size - 1) <= EXACT]
     inverse = [what for what, size in sizes.items() if size > 2 and abs(k * size - 1) <= EXACT]
     why = f": the factor {1 / k:.4g} is missing"
@@ -189,13 +181,11 @@ def _of_values(
         if any(min(abs(k.real * size - 1), abs(k.real / size - 1)) <= EXACT for size in counts):
             taken = "a mean instead of a sum" if abs(k.real) < 1 else "a sum instead of a mean"
             gradient = "derivative with respect to" if words.is_forward else "gradient of"
-            yield Cause(
-                "missing reduction",
+            text = (
                 f"each element of {words.input} affects {shared} outputs, and the {gradient} {words.input} is "
-                f"{k.real:.4g} x the right one{words.of_backward(f': backward takes {taken}')}",
-                _fit_text(residual),
-                0.88,
+                f"{k.real:.4g} x the right one{words.of_backward(f': backward takes {taken}')}"
             )
+            yield Cause("missing reduction", text, _fit_text(residual), 0.88)
 
 
 def _constant_difference(a: Tensor, n: Tensor, words: Wording) -> Iterator[Cause]:
@@ -205,15 +195,13 @@ def _constant_difference(a: Tensor, n: Tensor, words: Wording) -> Iterator[Cause
     spread = float((off - difference).abs().max())
     varying = float(n.max() - n.min()) > max(RESIDUAL * abs(difference), 100 * spread)
     if a.numel() > 2 and varying and spread <= EXACT * abs(difference):
-        yield Cause(
-            "missing term",
+        text = (
             f"every wrong analytical entry is too {'small' if difference > 0 else 'large'} by {abs(difference):.4g}"
             + words.of_backward(
                 ": backward omits or adds a term that is linear in the input, for example a residual connection"
-            ),
-            f"true of {a.numel()} entries, to within {spread:.1g}",
-            0.9,
+            )
         )
+        yield Cause("missing term", text, f"true of {a.numel()} entries, to within {spread:.1g}", 0.9)
 
 
 def _of_complex(
@@ -227,35 +215,26 @@ def _of_complex(
         if abs(k.imag) <= RESIDUAL * abs(k):
             yield _factor(k.real, _fit_text(residual), sizes, 0.86)
         else:
-            yield Cause(
-                "complex factor",
+            text = (
                 f"every wrong analytical entry is {_complex_text(k)} x the numerical one: the factor "
-                f"{_complex_text(1 / k)} is missing",
-                _fit_text(residual),
-                0.89,
+                f"{_complex_text(1 / k)} is missing"
             )
+            yield Cause("complex factor", text, _fit_text(residual), 0.89)
     elif conjugate_residual <= RESIDUAL:
         c = conjugate if failure.part != "imaginary" else -conjugate
         plain = abs(c - 1) <= EXACT
-        yield Cause(
-            "missing conjugate" if plain else "complex factor",
-            f"{words.derivative} uses the complex conjugate of the right derivative"
-            + (": a conj() is missing" if plain else f", multiplied by {_complex_text(c)}"),
-            _fit_text(conjugate_residual),
-            0.95 if plain else 0.85,
-        )
+        more = ": a conj() is missing" if plain else f", multiplied by {_complex_text(c)}"
+        text = f"{words.derivative} uses the complex conjugate of the right derivative{more}"
+        measure = _fit_text(conjugate_residual)
+        yield Cause("missing conjugate" if plain else "complex factor", text, measure, 0.95 if plain else 0.85)
     else:
         for part, kept in (("real", n.real + 0j), ("imaginary", 1j * n.imag)):
             scale, part_residual = fit(a, kept, settings)
             if part_residual <= RESIDUAL and bool((kept != 0).any()):
                 gradient = "derivative" if words.is_forward else "gradient"
-                yield Cause(
-                    "complex factor",
-                    f"the analytical {gradient} is the {part} part of the right one"
-                    + ("" if abs(scale - 1) <= EXACT else f", times {_complex_text(scale)}"),
-                    _fit_text(part_residual),
-                    0.9,
-                )
+                times = "" if abs(scale - 1) <= EXACT else f", times {_complex_text(scale)}"
+                text = f"the analytical {gradient} is the {part} part of the right one{times}"
+                yield Cause("complex factor", text, _fit_text(part_residual), 0.9)
 
 
 def _complex_text(k: complex) -> str:
@@ -310,11 +289,10 @@ def _of_precision(sample: Sample, words: Wording) -> Iterator[Cause]:
         fits = bool((a.to(dtype).to(a.dtype) == a).all())
         simple = bool((a.to(torch.float64) * 16 == (a * 16).round()).all())
         if fits and not simple and float(off) <= 8 * torch.finfo(dtype).eps:
-            yield Cause(
-                "low precision",
+            text = (
                 f"{words.derivative} computes in {short}: {short} represents all entries of the analytical "
-                f"{'Jacobian' if words.is_forward else 'gradient'} exactly",
-                f"shown by {a.numel()} entries with relative errors of up to {float(off):.1g}",
-                0.95,
+                f"{'Jacobian' if words.is_forward else 'gradient'} exactly"
             )
+            measure = f"shown by {a.numel()} entries with relative errors of up to {float(off):.1g}"
+            yield Cause("low precision", text, measure, 0.95)
             return
