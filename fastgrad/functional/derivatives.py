@@ -379,23 +379,16 @@ def _rows_by_torch(outputs: Tensors, inputs: Tensors, vectorize: bool) -> Rows:
             count = min(step, output.numel() - first)
             seeds = torch.zeros(count, output.numel(), dtype=output.dtype, device=output.device)
             seeds.diagonal(first).fill_(1)
+            seeds = seeds.reshape((count, *output.shape) if vectorize else output.shape)
             found = torch.autograd.grad(
-                output,
-                inputs,
-                seeds.reshape((count, *output.shape) if vectorize else output.shape),
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=vectorize,
+                output, inputs, seeds, retain_graph=True, allow_unused=True, is_grads_batched=vectorize
             )
             shapes = [(count, value.numel()) for value in inputs]
-            yield (
-                o,
-                first,
-                [
-                    torch.zeros(shape, dtype=value.dtype, device=value.device) if rows is None else rows.reshape(shape)
-                    for rows, value, shape in zip(found, inputs, shapes, strict=True)
-                ],
-            )
+            rows = [
+                torch.zeros(shape, dtype=value.dtype, device=value.device) if row is None else row.reshape(shape)
+                for row, value, shape in zip(found, inputs, shapes, strict=True)
+            ]
+            yield o, first, rows
 
 
 def _joined(blocks: Rows, outputs: Tensors, inputs: Tensors, sparse: Sparse) -> Parts:
