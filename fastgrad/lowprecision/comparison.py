@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -229,19 +230,12 @@ def rounded_entry(
     grad_output is not one-hot.
     """
     block = block_with(problem.inputs, coordinate)
-    output = block_with(problem.outputs, row) if row >= 0 else None
-    return RoundedEntry(
-        output=None if output is None else output.index,
-        output_position=None if output is None else output.position,
-        output_index=None if output is None else output.index_at(row),
-        input=block.index,
-        input_position=block.position,
-        input_index=block.index_at(coordinate),
-        found=found,
-        expected=expected,
-        allowed=allowed,
-        unit=unit_roundoff(block.tensor.dtype),
-    )
+    of_output: tuple[Any, Any, Any] = None, None, None
+    if row >= 0:
+        output = block_with(problem.outputs, row)
+        of_output = output.index, output.position, output.index_at(row)
+    of_input = block.index, block.position, block.index_at(coordinate)
+    return RoundedEntry(*of_output, *of_input, found, expected, allowed, unit_roundoff(block.tensor.dtype))
 
 
 def _element(vector: Tensor, coordinate: int, block: Block) -> complex:

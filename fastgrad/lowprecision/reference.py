@@ -204,13 +204,9 @@ class Products:
     def _gradients(self, graph: Sequence[Tensor], leaves: Sequence[Tensor], v: Tensor, batched: bool) -> Tensor:
         pairs = [one for one in zip(graph, self._problem.outputs, strict=True) if one[0].requires_grad]
         grads = [self._shaped(v[:, block.slice], block, output) for output, block in pairs]
+        outputs, given = [output for output, _ in pairs], grads if batched else [grad[0] for grad in grads]
         found = torch.autograd.grad(
-            [output for output, _ in pairs],
-            list(leaves),
-            grads if batched else [grad[0] for grad in grads],
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=batched,
+            outputs, list(leaves), given, retain_graph=True, allow_unused=True, is_grads_batched=batched
         )
         products = torch.zeros(v.shape[0], self._problem.n, dtype=torch.float64, device=self.device)
         for block, gradient in zip(self._problem.inputs, found, strict=True):
