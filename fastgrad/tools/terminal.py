@@ -11,17 +11,14 @@ _BOLD, _DIM, _RED, _GREEN, _YELLOW = "1", "2", "31", "32", "33"
 
 _VERDICT_OF_A_CHECK = r"(?m)^(?:gradcheck|gradgradcheck|check_variants) "
 
-_STYLES = [
-    (re.compile(pattern), style)
-    for pattern, style in (
-        (_VERDICT_OF_A_CHECK + "passed", _GREEN),
-        (_VERDICT_OF_A_CHECK + "failed", _RED),
-        (_VERDICT_OF_A_CHECK + "(?:undecided|not converged|incomplete)", _YELLOW),
-        (r"(?m)(?<=  )(?:failed|raised)(?=$|  )", _RED),  # the verdict of a variant, in its column
-        (r"(?m)^  (?:probably|or) .*$", _BOLD),
-        (r"(?m)^  [a-z]+(?=  )", _DIM),  # labels
-    )
-]
+_STYLES = {
+    _VERDICT_OF_A_CHECK + "passed": _GREEN,
+    _VERDICT_OF_A_CHECK + "failed": _RED,
+    _VERDICT_OF_A_CHECK + "(?:undecided|not converged|incomplete)": _YELLOW,
+    r"(?m)(?<=  )(?:failed|raised)(?=$|  )": _RED,  # the verdict of a variant, in its column
+    r"(?m)^  (?:probably|or) .*$": _BOLD,
+    r"(?m)^  [a-z]+(?=  )": _DIM,  # labels
+}
 
 
 def takes_colors(stream: TextIO) -> bool:
@@ -35,6 +32,6 @@ def takes_colors(stream: TextIO) -> bool:
 
 def colored(text: str) -> str:
     """A report's text with its verdicts, labels and causes in colors."""
-    for pattern, style in _STYLES:
-        text = pattern.sub(lambda match, style=style: f"\033[{style}m{match[0]}\033[0m", text)  # type: ignore[misc]
+    for pattern, style in _STYLES.items():
+        text = re.sub(pattern, rf"\033[{style}m\g<0>\033[0m", text)
     return text
