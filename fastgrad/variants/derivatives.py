@@ -93,15 +93,13 @@ def of_inputs(subject: Subject) -> list[Variant]:
     return [Variant("derivatives", f"input {subject.checked[k]} alone", _only_input(k)) for k in numbers]
 
 
+_forward_over_reverse = as_given(order=2, check_fwd_over_rev=True, check_rev_over_rev=False, check_undefined_grad=False)
+
 VARIANTS = (
     *(Variant("derivatives", f"order {order}", as_given(order=order)) for order in (2, 3, 4)),
     Variant("derivatives", "forward mode", as_given(check_forward_ad=True, check_backward_ad=False)),
     Variant("derivatives", "reverse over forward", _reverse_over_forward),
-    Variant(
-        "derivatives",
-        "forward over reverse",
-        as_given(order=2, check_fwd_over_rev=True, check_rev_over_rev=False, check_undefined_grad=False),
-    ),
+    Variant("derivatives", "forward over reverse", _forward_over_reverse),
     Variant("derivatives", "batched gradients", as_given(check_batched_grad=True)),
     Variant("derivatives", "torch.func.vjp", _by_func_vjp),
     Variant("derivatives", "under vmap", _under_vmap),
