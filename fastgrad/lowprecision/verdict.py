@@ -125,10 +125,8 @@ def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
             remedy="pass a reference=, or other inputs",
         )
     elif not relative or relative[len(relative) // 2] >= 1:
-        outcome.note(
-            undecided="differences in this dtype resolve no derivative here: rounding hides errors of any size",
-            remedy="pass a reference= in double precision",
-        )
+        undecided = "differences in this dtype resolve no derivative here: rounding hides errors of any size"
+        outcome.note(undecided=undecided, remedy="pass a reference= in double precision")
     else:
         hidden = sum(value >= 1 for value in relative) / len(relative)
         most = relative[int(0.9 * (len(relative) - 1))]
@@ -331,14 +329,10 @@ def _state_the_smallest(comparison: Comparison, outcome: Outcome) -> None:
     smallest = comparison.smallest_errors()
     if smallest is None:
         if comparison.out_of_range:
-            outcome.note(
-                undecided="no entry was compared: the reference is outside the dtype's range wherever it is not zero",
-                remedy=_SMALLER_OR_WIDER,
-            )
+            undecided = "no entry was compared: the reference is outside the dtype's range wherever it is not zero"
+            outcome.note(undecided=undecided, remedy=_SMALLER_OR_WIDER)
         return
     outcome.note(smallest=smallest[0], smallest_most=smallest[1], hidden=smallest[2])
     if smallest[2] > MAX_HIDDEN:
-        outcome.note(
-            undecided="rounding in this dtype is larger than most entries: an entry that is zero would not be detected",
-            remedy="use inputs with less cancellation, or a wider dtype",
-        )
+        undecided = "rounding in this dtype is larger than most entries: an entry that is zero would not be detected"
+        outcome.note(undecided=undecided, remedy="use inputs with less cancellation, or a wider dtype")
