@@ -223,9 +223,8 @@ class Products:
         return v.reshape(v.shape[0], *block.tensor.shape).to(device=output.device, dtype=output.dtype)
 
     def _flat(self, outputs: Sequence[Tensor]) -> Tensor:
-        parts = [
-            _coordinates(output.detach(), block) for output, block in zip(outputs, self._problem.outputs, strict=True)
-        ]
+        pairs = zip(outputs, self._problem.outputs, strict=True)
+        parts = [_coordinates(output.detach(), block) for output, block in pairs]
         return torch.cat([part.reshape(-1).to(self.device) for part in parts])
 
 

@@ -88,15 +88,8 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
     )
     if ratio > 1:
         _forwards_differ(comparison, coordinate, ratio, outcome)
-    steps = (
-        _judge_overflows,
-        _look_again,
-        _judge_entries,
-        _judge_common_errors,
-        _judge_beyond_range,
-        _state_the_smallest,
-    )
-    for step in steps:
+    judges = _judge_entries, _judge_common_errors, _judge_beyond_range, _state_the_smallest
+    for step in (_judge_overflows, _look_again, *judges):
         if outcome.is_undecided:
             step(comparison, outcome)
     return comparison
