@@ -156,7 +156,8 @@ def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float)
     graph = session.call(inputs, True)
     outputs = list(zip(graph.outputs, graph.output_like, strict=True))
     whole = [whole_of(like, space.placement) for space, like in outputs]
-    cotangents = [uniform_like(output, number, COTANGENT_STREAM) for number, output in enumerate(whole)]
+    drawn = [uniform_like(output.real, number, COTANGENT_STREAM) for number, output in enumerate(whole)]
+    cotangents = [v.to(output.dtype) for v, output in zip(drawn, whole, strict=True)]
     held = session.backward(graph, cotangents, False).parts[which]
     parts = [cotangent_parts(v, space, like) for v, (space, like) in zip(cotangents, outputs, strict=True)]
     placement, like = session.inputs[which].placement, session.base[which]
