@@ -187,12 +187,10 @@ class Hypotheses:
             # The analytical gradient is the right one, scaled by this per element of the input or of grad_output.
             extra = values.expand(side.tensor.shape).reshape(-1)
             gradient, name = f"the gradient of {self.name_of(block)}", self.name_of(factor)
-            lacks, has = (
-                f"{gradient} must also be multiplied by {name}",
-                f"{gradient} is multiplied once too often by {name}",
-            )
-            yield "missing factor", lacks, partial(self._multiplied_by, side, 1 / extra)
-            yield "missing factor", has, partial(self._multiplied_by, side, extra)
+            text = f"{gradient} must also be multiplied by {name}"
+            yield "missing factor", text, partial(self._multiplied_by, side, 1 / extra)
+            text = f"{gradient} is multiplied once too often by {name}"
+            yield "missing factor", text, partial(self._multiplied_by, side, extra)
 
     def _multiplied_by(self, side: Block, scale: Tensor, one: _Vectors) -> Sums:
         """Sums that are equal if the gradient is the right one, scaled on one side."""
