@@ -239,14 +239,9 @@ def _shares(report: ReportData) -> str:
 
 def _pair_row(report: ReportData, pair: Pair) -> tuple[str, ...]:
     verdict = "wrong" if not pair.agrees else "agrees when re-measured" if pair.mismatches else "agrees"
-    return (
-        messages.jacobian_name(report, pair),
-        f"{pair.entries:,}",
-        messages.mismatches_text(pair),
-        f"{pair.largest_absolute:.3g}",
-        f"{pair.largest_relative:.3g}",
-        verdict,
-    )
+    counts = f"{pair.entries:,}", messages.mismatches_text(pair)
+    errors = f"{pair.largest_absolute:.3g}", f"{pair.largest_relative:.3g}"
+    return messages.jacobian_name(report, pair), *counts, *errors, verdict
 
 
 def _cost_section(report: ReportData) -> str:

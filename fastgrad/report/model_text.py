@@ -88,16 +88,10 @@ def end_to_end_line(whole: EndToEnd) -> str:
 
 def row(operation: Operation) -> tuple[str, ...]:
     """A row of the table of operations."""
-    site = operation.sites[0] if operation.sites else None
-    return (
-        operation.name,
-        operation.verdict,
-        "" if operation.error is None else f"{operation.error:.1e}",
-        str(operation.calls),
-        seconds_text(operation.seconds),
-        (site.module if site else "") or "the model",
-        site.source if site else "",
-    )
+    site = operation.sites[0] if operation.sites else Site("", "")
+    error = "" if operation.error is None else f"{operation.error:.1e}"
+    cost = str(operation.calls), seconds_text(operation.seconds)
+    return operation.name, operation.verdict, error, *cost, site.module or "the model", site.source
 
 
 def cost_line(report: ModelReportData) -> str:
