@@ -172,10 +172,8 @@ def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float)
             moved[which].view(-1)[number] += change
             return session.call(moved, False).parts
 
-        of_ranks = [
-            [(plus - minus) / (2 * eps) for plus, minus in zip(ahead, behind, strict=True)]
-            for ahead, behind in zip(results_at(eps), results_at(-eps), strict=True)
-        ]
+        sides = zip(results_at(eps), results_at(-eps), strict=True)
+        of_ranks = [[(plus - minus) / (2 * eps) for plus, minus in zip(*both, strict=True)] for both in sides]
         joined = (whole_of(own, space.placement) for own, (space, _) in zip(of_ranks, outputs, strict=True))
         total = sum(float((v.cpu() * d).sum()) for v, d in zip(cotangents, joined, strict=True))
         pairs = list(zip(parts, of_ranks, strict=True))

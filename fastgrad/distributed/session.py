@@ -218,12 +218,10 @@ class Session:
 
     def call(self, values: Sequence[Tensor], record: bool) -> Graph:
         """The results of func at whole inputs."""
-        parts = [
-            parts_of(value.detach().cpu(), space.placement, base)
-            for value, space, base in zip(values, self.inputs, self.base, strict=True)
-        ]
+        inputs = zip(values, self.inputs, self.base, strict=True)
+        parts = [parts_of(value.detach().cpu(), space.placement, base) for value, space, base in inputs]
         number, of_rank = next(self._numbers), list(zip(*parts, strict=True))
-        answers = self._run([Order(number, record, inputs) for inputs in of_rank])
+        answers = self._run([Order(number, record, own) for own in of_rank])
         found, differentiable = _by_result(answers)
         outputs, self.is_single = self._placed(answers[0].spaces), answers[0].is_single
         like = [[part for part in result if part is not None] for result in found]
@@ -232,10 +230,8 @@ class Session:
 
     def backward(self, graph: Graph, cotangents: Sequence[Tensor | None], record: bool) -> Graph:
         """The gradients of a graph's inputs, for whole cotangents of its outputs."""
-        given = [
-            [None] * self._ranks.count if cotangent is None else cotangent_parts(cotangent, space, like)
-            for cotangent, space, like in zip(cotangents, graph.outputs, graph.output_like, strict=True)
-        ]
+        slots, none = zip(cotangents, graph.outputs, graph.output_like, strict=True), [None] * self._ranks.count
+        given = [none if v is None else cotangent_parts(v, space, like) for v, space, like in slots]
         number, of_rank = next(self._numbers), list(zip(*given, strict=True))
         orders = [Order(number, record, (), graph.number, own) for own in of_rank]
         found, differentiable = _by_result(self._run(orders))
