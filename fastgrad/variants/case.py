@@ -113,11 +113,10 @@ class Subject:
             func raises or is not finite at such arguments.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        drawn = [torch.rand(x.shape, generator=generator, dtype=torch.float64) for x in self.inputs]
+        drawn = [(x, torch.rand(x.shape, generator=generator, dtype=torch.float64)) for x in self.inputs]
         for spread in SPREADS:
             factors = [
-                (1 + spread * part).to(x.device, x.dtype.to_real()) if x.requires_grad else None
-                for part, x in zip(drawn, self.inputs, strict=True)
+                (1 + spread * part).to(x.device, x.dtype.to_real()) if x.requires_grad else None for x, part in drawn
             ]
 
             def make(arguments: tuple[Any, ...], factors: list[Tensor | None] = factors) -> list[Any]:

@@ -70,11 +70,8 @@ def _allowed(size: Tensor) -> Tensor:
 def _slope(problem: Problem, u: Tensor) -> tuple[Tensor, Tensor]:
     """The slopes of all outputs along a direction, and where both sides and both steps agree: shape (m,) each."""
     base, u = problem.base().cpu(), u.to(problem.device)
-    sides = [
-        sign * (problem.evaluate(True, u, sign * step).cpu() - base) / step
-        for step in (STEP, STEP * FINER)
-        for sign in (1.0, -1.0)
-    ]
+    moves = [(step, sign) for step in (STEP, STEP * FINER) for sign in (1.0, -1.0)]
+    sides = [sign * (problem.evaluate(True, u, sign * step).cpu() - base) / step for step, sign in moves]
     central = (sides[2] + sides[3]) / 2
     pairs = (sides[2], sides[3]), (sides[0], sides[1]), (sides[2], sides[0])
     agree = torch.stack([(left - right).abs() <= _allowed(central.abs()) for left, right in pairs]).all(0)
