@@ -60,12 +60,10 @@ class Samples(Experiments):
             specified = block.elements.cpu()
             order = specified.argsort()
             element = order[torch.searchsorted(specified[order], element)]
-        return replace(
-            sample,
-            # The unspecified zeros of a sparse input are a property of its layout, not of its values.
-            input_values=None if is_densified else _paired(at[block.slice], block).cpu()[element],
-            output_values=_paired(values[output.slice], output).cpu()[sample.outputs],
-        )
+        # The unspecified zeros of a sparse input are a property of its layout, not of its values.
+        input_values = None if is_densified else _paired(at[block.slice], block).cpu()[element]
+        output_values = _paired(values[output.slice], output).cpu()[sample.outputs]
+        return replace(sample, input_values=input_values, output_values=output_values)
 
     def _whole(self, output: Block, block: Block) -> Sample:
         numerical = self._problem.difference_columns(block.first, block.size, self._settings.eps, self._record)
