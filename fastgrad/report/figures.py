@@ -227,9 +227,8 @@ def _draw_map(axes: Axes, entries: Entries, names: tuple[str, str]) -> None:
     for axis, (_, bins, size, shape) in zip((axes.yaxis, axes.xaxis), sides, strict=True):
         most = 6 if axis is axes.yaxis else 4
         marked = sorted({round(i * (size - 1) / max(1, most - 1)) for i in range(most)})
-        axis.set_ticks(
-            [(number + 0.5) * bins / size for number in marked], [str([*element_index(n, shape)]) for n in marked]
-        )
+        labels = [str([*element_index(number, shape)]) for number in marked]
+        axis.set_ticks([(number + 0.5) * bins / size for number in marked], labels)
     axes.tick_params(labelsize="small")
     axes.set_ylabel(f"element of {names[0]}")
     axes.set_xlabel(f"element of {names[1]}")

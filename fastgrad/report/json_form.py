@@ -42,12 +42,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, complex):
         return {"re": plain(value.real), "im": plain(value.imag)}
     if isinstance(value, Tensor):
-        small = value.numel() <= LARGEST_TENSOR
-        return {
-            "shape": list(value.shape),
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "values": plain(value.tolist()) if small else None,
-        }
+        values = plain(value.tolist()) if value.numel() <= LARGEST_TENSOR else None
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "values": values}
     if isinstance(value, BaseException):
         return f"{type(value).__name__}: {value}"
     if isinstance(value, Mapping):
