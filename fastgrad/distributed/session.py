@@ -148,10 +148,8 @@ def _placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def _answer(outputs: Sequence[Tensor | None]) -> Answer:
-    return Answer(
-        tuple(None if output is None else output.detach().cpu().clone() for output in outputs),
-        tuple(output is not None and output.requires_grad for output in outputs),
-    )
+    parts = tuple(None if output is None else output.detach().cpu().clone() for output in outputs)
+    return Answer(parts, tuple(output is not None and output.requires_grad for output in outputs))
 
 
 @dataclass

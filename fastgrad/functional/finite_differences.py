@@ -181,9 +181,8 @@ def _gap_closer(problem: Problem, columns: Tensor, rows: Tensor, record_graph: b
     direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     direction[columns] = 1.0
     displacement = problem.displacement(direction, eps)
-    base, plus, minus = (
-        problem.evaluate(record_graph, displacement, scale * CLOSER_SHARE) for scale in (0.0, 1.0, -1.0)
-    )
+    scales = 0.0, CLOSER_SHARE, -CLOSER_SHARE
+    base, plus, minus = (problem.evaluate(record_graph, displacement, scale) for scale in scales)
     bends = (plus - base - (base - minus)).abs()
     return bends[rows] / (displacement[columns] * CLOSER_SHARE)
 
