@@ -104,10 +104,8 @@ def _missing() -> list[str]:
     if not native.IS_NATIVE:
         lines.append(f"fastgrad's compiled module: {native.HOW_TO_BUILD}")
     elif torch.version.cuda is not None and native.CUDA is None:
-        lines.append(
-            "fastgrad's CUDA kernels, though torch has CUDA: rebuild with FASTGRAD_CUDA=1 and nvcc"
-            f"{'' if which('nvcc') else ', which is not on the PATH'}"
-        )
+        nvcc = "nvcc" if which("nvcc") else "nvcc, which is not on the PATH"
+        lines.append(f"fastgrad's CUDA kernels, though torch has CUDA: rebuild with FASTGRAD_CUDA=1 and {nvcc}")
     if torch.version.cuda is not None and torch.cuda.device_count() == 0:
         lines.append("a CUDA device that torch can use")
     if not _has_openmp():
