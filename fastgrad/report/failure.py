@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -249,6 +249,16 @@ class Subject:
     results: tuple[str, ...] = ()
 
 
+class Place(Protocol):
+    """A differentiable input or output: its number (index), and its position among func's arguments or results."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def position(self) -> int: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Failure(EqualByContent):
     """Why a check failed.
@@ -300,8 +310,13 @@ class Failure(EqualByContent):
         return self.detail == FUNC_VARIES
 
     @classmethod
-    def at(cls, kind: FailureKind, output: Any = None, input: Any = None, **others: Any) -> Failure:
-        """A failure at the block of an output, of an input, or at a pair of both; others: the other fields, by name."""
-        pair = [(None, None) if block is None else (block.index, block.position) for block in (output, input)]
-        (output_index, output_position), (input_index, input_position) = pair
-        return cls(kind, output_index, input_index, output_position, input_position, **others)
+    def at(cls, kind: FailureKind, output: Place | None = None, input: Place | None = None, **others: Any) -> Failure:
+        """A failure at an output, an input, or a pair of both; others: the other fields, by name."""
+        return cls(
+            kind,
+            None if output is None else output.index,
+            None if input is None else input.index,
+            None if output is None else output.position,
+            None if input is None else input.position,
+            **others,
+        )
