@@ -195,11 +195,7 @@ class PartitionedProblem(Problem):
         return super().vjp_groups(output, groups, columns, count, values, repeated, scale)
 
     def part(self, work: Work, begin: int, end: int) -> Tensor | None:
-        """Items begin, ..., end - 1 of some work.
-
-        None if a gradient or tangent has an unexpected dtype or size, or is nonzero at an unspecified element; rank 0
-        then computes all items in one piece.
-        """
+        """Items begin, ..., end - 1 of some work; None if their gradients are unusual, so that rank 0 computes them."""
         parts: dict[str, Callable[..., Tensor | None]] = {
             "columns": self._columns,
             "column groups": self._column_groups,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ class Work:
     Attributes
     ----------
     name, arguments
-        The arguments of `PartitionedProblem.part` that say what to compute.
+        The arguments of `Worker.part` that say what to compute.
     bounds
         The first item of each part, and the one after its last.
     """
@@ -73,6 +73,19 @@ class Work:
     name: str
     arguments: tuple[Any, ...]
     bounds: tuple[tuple[int, int], ...] = ()
+
+
+class Worker(Protocol):
+    """The problem of a rank."""
+
+    seconds: float
+
+    def part(self, work: Work, begin: int, end: int) -> Any:
+        """Items begin, ..., end - 1 of some work.
+
+        None if a gradient or tangent has an unexpected dtype or size, or is nonzero at an unspecified element; rank 0
+        then computes all items in one piece.
+        """
 
 
 class Workers(Ranks):
@@ -94,7 +107,7 @@ class Workers(Ranks):
                 f"torch.distributed.group.WORLD, got {group!r}."
             )
         super().__init__(group, _START_SECONDS, "fastgrad.check")
-        self.problem: Any = None  # a `PartitionedProblem`, whose module imports this one
+        self.problem: Worker | None = None
         self._numbers = itertools.count()
         self._beats: dict[int, tuple[Any, float]] = {}
         self._ended = threading.Event()
@@ -227,10 +240,12 @@ class Workers(Ranks):
                 self._take_part(number, found)
 
     def _take_part(self, number: int, work: Work) -> None:
+        problem = self.problem
+        assert problem is not None
         while (part := self._next_part(number)) < len(work.bounds):
             found: Any
             try:
-                found = self.problem.part(work, *work.bounds[part])
+                found = problem.part(work, *work.bounds[part])
             except Exception as error:
                 found = rank_failure(self.rank, error)
             self._put(f"part {number} {part}", found)
