@@ -247,34 +247,43 @@ def _of_permutations(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
             return
 
 
-def _flattened(matrices: _Matrices, sample: Sample) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Both Jacobians, with zeros for unknown entries, which entries are known, and which are wrong; None if complex.
+@dataclass(frozen=True)
+class _Flat:
+    """The analytical (a) and numerical (n) Jacobian, real, with zeros for unknown entries, and which entries differ.
 
     Shape (output elements, input elements).
     """
+
+    a: Tensor
+    n: Tensor
+    known: Tensor
+    wrong: Tensor
+
+
+def _flattened(matrices: _Matrices, sample: Sample) -> _Flat | None:
     if matrices.analytical.is_complex():
         return None
     shape = math.prod(sample.output_shape), math.prod(sample.input_shape)
     a, n = (matrix.reshape(shape) for matrix in (matrices.analytical, matrices.numerical))
     known = ~(a.isnan() | n.isnan())
     a, n = a.nan_to_num(0.0), n.nan_to_num(0.0)
-    return a, n, known, known & ~((a - n).abs() <= matrices.settings.allowed(n))
+    wrong = known & ~((a - n).abs() <= matrices.settings.allowed(n))
+    return _Flat(a, n, known, wrong)
 
 
 def _of_broadcasting(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:
     """The cause if backward sums over the wrong dimensions of grad_output for an input that func expands."""
     flat = _flattened(matrices, sample)
-    if flat is None or shared_by(sample) < 2 or not bool((flat[0] != 0).any()):
+    if flat is None or shared_by(sample) < 2 or not bool((flat.a != 0).any()):
         return
-    a, n, known, wrong = flat
     # Each output depends on one element of the input, so each numerical row has one nonzero entry. If backward sums
     # grad_output over all dimensions, every analytical entry of the row has its value. If backward sums over wrong
     # dimensions, some wrong entries have its value, and the others are zero.
-    row = n.gather(1, n.abs().argmax(1, keepdim=True))
-    equal = (a - row).abs() <= matrices.settings.allowed(row)
-    everywhere = bool((equal | ~known).all())
-    misplaced = bool(_broadcast_dims(sample)) and bool((equal | (a == 0) | ~known).all())
-    if (everywhere and a.shape[1] > 1) or (misplaced and bool((wrong & (n == 0)).any())):
+    row = flat.n.gather(1, flat.n.abs().argmax(1, keepdim=True))
+    equal = (flat.a - row).abs() <= matrices.settings.allowed(row)
+    everywhere = bool((equal | ~flat.known).all())
+    misplaced = bool(_broadcast_dims(sample)) and bool((equal | (flat.a == 0) | ~flat.known).all())
+    if (everywhere and flat.a.shape[1] > 1) or (misplaced and bool((flat.wrong & (flat.n == 0)).any())):
         text = (
             f"each element of {words.input} affects several outputs, but its gradient is summed over "
             f"{'all' if everywhere else 'the wrong dimension'} of grad_output"
@@ -284,7 +293,7 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
                 f"each output depends on one element of {words.input}, but the jvp adds up the tangents of "
                 f"{'all' if everywhere else 'wrong'} elements"
             )
-        yield Cause("missing reduction", text, f"explains all {int(wrong.sum())} wrong entries", 0.95)
+        yield Cause("missing reduction", text, f"explains all {int(flat.wrong.sum())} wrong entries", 0.95)
 
 
 def _of_dimensions(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:
@@ -315,7 +324,7 @@ def _of_reductions(matrices: _Matrices, sample: Sample, words: Wording) -> Itera
     flat = _flattened(matrices, sample)
     if flat is None:
         return
-    a, n, known, wrong = flat
+    a, n, known, wrong = flat.a, flat.n, flat.known, flat.wrong
     lost, extra, total = wrong & (a == 0), wrong & (n == 0), int(wrong.sum())
     columns = (n != 0).any(0)
     # Columns with missing entries, and the share of their numerical entries that is missing.

@@ -60,8 +60,11 @@ class Answer:
     is_single: bool = False
 
 
-_LocalGraph = tuple[list[Tensor], Parts, tuple[Tensor, ...]]
-"""The inputs and outputs of a graph on this rank, and the values of the function's inputs."""
+@dataclass
+class _LocalGraph:
+    inputs: list[Tensor]
+    outputs: list[Tensor | None]
+    values: tuple[Tensor, ...]
 
 
 class Member:
@@ -85,7 +88,7 @@ class Member:
         """Executes a request and returns the answer."""
         for number in order.forget:
             self._graphs.pop(number, None)
-        return self._call(order) if order.parent is None else self._backward(order, *self._graphs[order.parent])
+        return self._call(order) if order.parent is None else self._backward(order, self._graphs[order.parent])
 
     def _set(self, values: Sequence[Tensor]) -> None:
         for memory, value in zip(self._memory, values, strict=True):
@@ -98,16 +101,16 @@ class Member:
             tensors = [result for result in as_tuple(results) if isinstance(result, Tensor)]
             outputs = [_local(tensor) for tensor in tensors]
         if order.record:
-            self._graphs[order.graph] = list(self._inputs), list(outputs), order.inputs
+            self._graphs[order.graph] = _LocalGraph(list(self._inputs), list(outputs), order.inputs)
         placed: list[Any] = [tensor.placements[0] if isinstance(tensor, DTensor) else None for tensor in tensors]
         spaces = tuple(None if placement is None else Space(placement, dual(placement)) for placement in placed)
         return replace(_answer(outputs), spaces=spaces, is_single=isinstance(results, Tensor))
 
-    def _backward(self, order: Order, inputs: list[Tensor], outputs: Parts, values: tuple[Tensor, ...]) -> Answer:
-        self._set(values)
+    def _backward(self, order: Order, graph: _LocalGraph) -> Answer:
+        self._set(graph.values)
         used: list[tuple[Tensor, Tensor]] = []
         leaves: list[Tensor] = []
-        for output, cotangent in zip(outputs, order.cotangents, strict=True):
+        for output, cotangent in zip(graph.outputs, order.cotangents, strict=True):
             if cotangent is not None and output is not None and output.requires_grad:
                 leaves.append(cotangent.to(output.device, output.dtype, copy=True).requires_grad_(order.record))
                 used.append((output, leaves[-1]))
@@ -115,16 +118,16 @@ class Member:
                 is_number = output is not None and (output.is_floating_point() or output.is_complex())
                 like = output if output is not None and is_number else torch.zeros(())
                 leaves.append(torch.zeros_like(like).requires_grad_())
-        gradients: Sequence[Tensor | None] = [None] * len(inputs)
+        gradients: Sequence[Tensor | None] = [None] * len(graph.inputs)
         if used:
-            heads, cotangents = zip(*used, strict=True)
+            outputs, cotangents = zip(*used, strict=True)
             gradients = torch.autograd.grad(
-                heads, inputs, cotangents, create_graph=order.record, retain_graph=True, allow_unused=True
+                outputs, graph.inputs, cotangents, create_graph=order.record, retain_graph=True, allow_unused=True
             )
             with torch.set_grad_enabled(order.record):
-                gradients = [_placed_as(x, gradient) for x, gradient in zip(inputs, gradients, strict=True)]
+                gradients = [_placed_as(x, gradient) for x, gradient in zip(graph.inputs, gradients, strict=True)]
         if order.record:
-            self._graphs[order.graph] = [*leaves, *inputs], list(gradients), values
+            self._graphs[order.graph] = _LocalGraph([*leaves, *graph.inputs], list(gradients), graph.values)
         return _answer(gradients)
 
 
