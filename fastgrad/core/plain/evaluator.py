@@ -346,25 +346,32 @@ class Evaluator:
     ) -> Changed | None:
         check_in_place(self._blocks)
         self._restore_if_mutated()
-        for j, column in enumerate(columns):
-            block = self._block_of(first + j)
-            coordinate = first + j - block.first
-            where = (coordinate, eps, block.relative_step)
+        minus = columns.new_empty(columns.shape[1])
+        for j, column in enumerate(columns, first):
+            chosen = torch.tensor([j], device="cpu")
+            if changed := self._both_sides(chosen, column, minus, outputs, eps, record_graph):
+                return j, *changed
+            block = self._block_of(j)
+            ops.central_difference_(column, minus, block.origin, j - block.first, eps, block.relative_step)
+        return None
 
-            def move(sign: int, block: InputBlock = block, at: tuple[int, float, float] = where) -> None:
-                ops.perturb_coordinate_(block.values, block.origin, at[0], sign, *at[1:])
+    def _both_sides(
+        self, chosen: Tensor, plus: Tensor, minus: Tensor, outputs: Sequence[OutputSpec], eps: float, record_graph: bool
+    ) -> tuple[int, Any] | None:
+        """Writes the outputs with some coordinates moved up and down; returns the first unexpected output."""
 
-            def subtract(
-                _: int, x: Tensor, at: slice, column: Tensor = column, block: Any = block, w: Any = where
-            ) -> None:
-                ops.central_difference_(column[at], x, block.origin, *w)
+        def move(sign: int) -> None:
+            for block in self._blocks:
+                within = chosen[(chosen >= block.first) & (chosen < block.first + block.size)] - block.first
+                if len(within):
+                    ops.perturb_coordinates_(block.values, block.origin, within, sign, eps, block.relative_step)
 
-            with self._restoring(self._put_back, move):
-                for sign, visit in ((1, _into(column)), (-1, subtract)):
-                    self._restore_if_mutated()
-                    move(sign)
-                    if changed := visit_outputs(self._perturbed(record_graph), outputs, visit):
-                        return first + j, *changed
+        with self._restoring(self._put_back, move):
+            for sign, row in ((1, plus), (-1, minus)):
+                self._restore_if_mutated()
+                move(sign)
+                if changed := visit_outputs(self._perturbed(record_graph), outputs, _into(row)):
+                    return changed
         return None
 
     def _block_of(self, coordinate: int) -> InputBlock:
@@ -381,25 +388,13 @@ class Evaluator:
     ) -> Changed | None:
         check_in_place(self._blocks)
         self._restore_if_mutated()
-        sides = {sign: torch.empty(m, dtype=values.dtype, device=values.device) for sign in (1, -1)}
+        plus, minus = values.new_empty(2, m)
         for g in range(len(groups.starts) - 1):
             own, entries = groups.of(g)
             chosen = groups.coordinates[own]
-
-            def move(sign: int, chosen: Tensor = chosen) -> None:
-                for block in self._blocks:
-                    within = chosen[(chosen >= block.first) & (chosen < block.first + block.size)] - block.first
-                    if len(within):
-                        ops.perturb_coordinates_(block.values, block.origin, within, sign, eps, block.relative_step)
-
-            with self._restoring(self._put_back, move):
-                for sign, side in sides.items():
-                    self._restore_if_mutated()
-                    move(sign)
-                    result = self._perturbed(record_graph)
-                    if changed := visit_outputs(result, outputs, _into(side)):
-                        return int(chosen[0]), *changed
-            ops.decompress_(values, sides[1], sides[-1], groups.positions, entries)
+            if changed := self._both_sides(chosen, plus, minus, outputs, eps, record_graph):
+                return int(chosen[0]), *changed
+            ops.decompress_(values, plus, minus, groups.positions, entries)
         return None
 
     def tangent_columns(
