@@ -32,12 +32,17 @@ def _storage_bytes(tensor: Tensor) -> int | None:
         return None
 
 
+def _has_its_storage(tensor: Tensor) -> bool:
+    held = _storage_bytes(tensor)
+    return held is None or bytes_needed(tensor) <= held
+
+
 def check_storage(op: str, name: str, tensor: Tensor) -> None:
     """Raises if the storage of a tensor was freed or shrunk."""
-    held = _storage_bytes(tensor)
-    if held is not None and bytes_needed(tensor) > held:
+    if not _has_its_storage(tensor):
         raise RuntimeError(
-            f"{op}: {name} needs {bytes_needed(tensor)} bytes of storage, which was freed or shrunk to {held}"
+            f"{op}: {name} needs {bytes_needed(tensor)} bytes of storage, which was freed or shrunk to "
+            f"{_storage_bytes(tensor)}"
         )
 
 
@@ -45,11 +50,6 @@ def check_storage(op: str, name: str, tensor: Tensor) -> None:
 def check_memory(inputs: Sequence[Tensor]) -> None:
     for tensor in inputs:
         check_storage("func", "an input", tensor)
-
-
-def _has_its_storage(tensor: Tensor) -> bool:
-    held = _storage_bytes(tensor)
-    return held is None or bytes_needed(tensor) <= held
 
 
 class InputBlock:
@@ -175,7 +175,7 @@ def with_domain_of(tensor: Tensor, value: Tensor) -> Tensor:
 
 @hidden_from_autograd
 def _two_points(
-    derivative: Tensor, noise: Tensor, base: Tensor, plus: Tensor, minus: Tensor, step: float, ulp: float, curve: float
+    curve: float, derivative: Tensor, noise: Tensor, base: Tensor, plus: Tensor, minus: Tensor, step: float, ulp: float
 ) -> None:
     half = 1 / (2 * step)
     derivative.copy_((plus - minus) * half)
@@ -332,13 +332,12 @@ class Evaluator:
             offset = 0
             for spec, ulp in zip(outputs, ulps, strict=True):
                 at = slice(offset, offset := offset + coordinate_count(spec.like))
-                own: Any = (found.derivatives[k, at], found.noise[at], base[at], *(row[at] for row in values))
+                rows = (row[at] for row in values)
+                own: Any = (found.derivatives[k, at], found.noise[at], base[at], *rows, along.step, ulp)
                 if points == 4:
-                    four: Any = (*own, along.step, ulp)
-                    ops.richardson_(*four)
+                    ops.richardson_(*own)
                 else:
-                    two: Any = (*own, along.step, ulp, curve)
-                    _two_points(*two)
+                    _two_points(curve, *own)
         return found
 
     def difference_columns(
