@@ -443,7 +443,7 @@ class Evaluator:
             duals = self._dual_arguments(direction, undefined[k] if undefined else -1, tangents, given)
             result = self.evaluate_at(duals)
             if self.modified_tangent < 0 and not self.mutates_inputs:
-                self.modified_tangent = next((b for b, now, values in given if not _are_same(now, values)), -1)
+                self.modified_tangent = next((b for b, now, values in given if not are_same(now, values)), -1)
             changed, match = _visit_tangents(result, outputs, product)
             domains_match = domains_match and match
             if changed:
@@ -481,7 +481,7 @@ def _fixed_along(
     return found
 
 
-def _are_same(left: Tensor, right: Tensor) -> bool:
+def are_same(left: Tensor, right: Tensor) -> bool:
     """Whether all values are equal; a NaN, which is the tangent of an infinite input, equals a NaN."""
     return left.shape == right.shape and torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True)
 

@@ -15,6 +15,7 @@ from fastgrad.core.plain import operators as ops
 from fastgrad.core.plain.evaluator import (
     Groups,
     InputBlock,
+    are_same,
     check_in_place,
     check_memory,
     check_storage,
@@ -101,9 +102,7 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 @hidden_from_autograd
 def _is_modified(tensor: Tensor | None, copy: Tensor | None) -> bool:
-    if tensor is None or copy is None:
-        return False
-    return not bool(((tensor == copy) | (tensor.isnan() & copy.isnan())).all())
+    return tensor is not None and copy is not None and not are_same(tensor, copy)
 
 
 class Graph:
@@ -218,15 +217,14 @@ class UnrecordedBackward:
                 return self._kept[0].vjp(grad_outputs)
             versions = [value._version for value in grad_outputs]
             gradients = self._forward(given, grad_outputs, checked)[0].vjp(grad_outputs)
-            # If a backward has written into its grad_outputs, it cannot run on them again.
-            has_written = versions != [value._version for value in grad_outputs]
-            again = gradients if has_written else self._kept[0].vjp(grad_outputs)
-            if has_written or not all(map(self._is_same, gradients, again)):
-                if not has_written:
-                    self.movement = _largest_change(again, self._kept[0].vjp(grad_outputs))
+            if versions != [value._version for value in grad_outputs]:
+                self.stop_reusing()  # a backward that has written into its grad_outputs cannot run on them again
+                return gradients
+            again = self._kept[0].vjp(grad_outputs)
+            self._reuses = all(map(self._is_same, gradients, again))
+            if not self._reuses:
+                self.movement = _largest_change(again, self._kept[0].vjp(grad_outputs))
                 self.stop_reusing()
-            else:
-                self._reuses = True
         return gradients
 
     @staticmethod
