@@ -212,15 +212,14 @@ class ForwardComparison:
     def _add(self, first: int, columns: Tensor) -> None:
         tangents, domains_match = self._problem.tangent_columns(first, columns.shape[0])
         self._domains_match &= domains_match
-        for block in dense.tangent_blocks(self._problem, first, columns, tangents):
+        blocks = dense.tangent_blocks(self._problem, first, columns, tangents)
+        for output, block, part, element, analytical, numerical in blocks:
             # In torch's order of comparison: real inputs and imaginary parts come before real parts.
-            key = block.part == "real", block.output.index, block.input.index
+            key = part == "real", output.index, block.index
             if key not in self._pairs:
-                own = self._settings.of(block.input.index)
-                pair = PairComparison(block.output, block.input, own, "forward")
-                self._pairs[key] = block.part, pair
-            self._pairs[key][1].add(block.analytical, block.numerical, block.first_element, 0)
-            self._linearity.add(block)
+                self._pairs[key] = part, PairComparison(output, block, self._settings.of(block.index), "forward")
+            self._pairs[key][1].add(analytical, numerical, element, 0)
+        self._linearity.add(first, tangents)
 
     def failure(self) -> Failure | None:
         """The failure, if any, after all columns were added."""

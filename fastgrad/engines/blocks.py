@@ -1,4 +1,4 @@
-"""Blocks of both Jacobians, which every engine yields and the caller compares."""
+"""Blocks of both Jacobians, which the dense engine yields and the caller compares."""
 
 from __future__ import annotations
 
@@ -60,28 +60,6 @@ class JacobianBlock:
     numerical: Tensor
     match: GradientsMatch
     unspecified: UnspecifiedEntry | None = None
-
-
-@dataclass(slots=True)
-class TangentBlock:
-    """Columns of one output against one input, by forward-mode AD and by differences.
-
-    For a complex input, `part` says whether the rows belong to the real or the imaginary parts of its elements.
-
-    Attributes
-    ----------
-    first_element
-        The element of the input that row 0 belongs to.
-    analytical, numerical
-        float64, shape (elements, real coordinates of the output): one row per column of the Jacobian.
-    """
-
-    output: Block
-    part: Part
-    input: Block
-    first_element: int
-    analytical: Tensor
-    numerical: Tensor
 
 
 def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:

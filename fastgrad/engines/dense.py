@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgrad.core.native import GradientsMatch, Rows
 from fastgrad.engines import executor
-from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock, TangentBlock
+from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock
 from fastgrad.engines.plan import MIN_COLUMNS
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
@@ -92,8 +92,17 @@ def _end_of_pass(problem: Problem, first: int, last: int) -> int:
     return last - (last - block.first) % 2 if block.is_complex and last - first > 1 else last
 
 
-def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tensor) -> Iterator[TangentBlock]:
-    """One piece of forward mode: the columns of `Problem.tangent_columns` against the numerical ones."""
+def tangent_blocks(
+    problem: Problem, first: int, columns: Tensor, tangents: Tensor
+) -> Iterator[tuple[Block, Block, Part, int, Tensor, Tensor]]:
+    """One piece of forward mode: the columns of `Problem.tangent_columns` against the numerical ones.
+
+    Yields
+    ------
+    tuple
+        An output and an input; the part of the elements of a complex input; the element of the input to which row 0
+        belongs; and the rows of both Jacobians, one per column: float64, shape (elements, coordinates of the output).
+    """
     for block in _inputs_within(problem, first, columns):
         low, high = max(block.first, first), min(block.end, first + columns.shape[0])
         parts: tuple[Part, ...] = ("real", "imaginary") if block.is_complex else ("all",)
@@ -101,10 +110,8 @@ def tangent_blocks(problem: Problem, first: int, columns: Tensor, tangents: Tens
         for offset, part in enumerate(parts):
             rows = slice(low - first + offset, high - first, width)
             for output in problem.outputs:
-                within = output.slice
-                yield TangentBlock(
-                    output, part, block, (low - block.first) // width, tangents[rows, within], columns[rows, within]
-                )
+                analytical, numerical = tangents[rows, output.slice], columns[rows, output.slice]
+                yield output, block, part, (low - block.first) // width, analytical, numerical
 
 
 def _rows(

@@ -13,7 +13,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.core.tensors import largest, near
-from fastgrad.engines.blocks import REPEAT_SCALE, TangentBlock
+from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
@@ -103,13 +103,9 @@ class TangentLinearityTest:
         self._sums, self._squares = torch.zeros(shape, dtype=torch.float64, device=problem.device).unbind()
         self._error = self._sums
 
-    def add(self, block: TangentBlock) -> None:
-        """Adds a block of analytical columns to J u."""
-        width = block.input.width
-        first = block.input.first + block.first_element * width + (1 if block.part == "imaginary" else 0)
-        ops.project_rows_(
-            self._sums, self._squares, self._directions, block.analytical, first, width, block.output.first
-        )
+    def add(self, first: int, tangents: Tensor) -> None:
+        """Adds the analytical columns from `first` on, shape (count, m), to J u."""
+        ops.project_rows_(self._sums, self._squares, self._directions, tangents, first, 1, 0)
 
     def certificate(self) -> Certificate:
         """The certificate for the case that the test found no failure."""
