@@ -16,7 +16,7 @@ from fastgrad.core.tensors import element_index
 from fastgrad.engines.blocks import MAX_CACHED
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.failure import Failure, FailureKind, digits_apart
+from fastgrad.report.failure import Failure, digits_apart
 from fastgrad.report.settings import Settings
 
 BATCH = 2
@@ -43,21 +43,17 @@ def check_zero_grad_output(
 
 def _other_checks_failure(block: Block, gradient: Tensor, masked: bool) -> Failure | None:
     expected = block.tensor
-    kind: FailureKind = "incorrect gradient"
     detail = _layout_difference(gradient, expected)
-    if detail:
-        pass
-    elif not _is_zero(gradient, masked):
-        kind = "not multiplied by grad_output"
-    elif gradient.dtype != expected.dtype:
-        detail = f"grad is incorrect type ({gradient.dtype} is not {expected.dtype})"
-    elif gradient.device != expected.device:
-        detail = f"grad is incorrect device ({gradient.device} is not {expected.device})"
-    elif gradient.shape != expected.shape:
-        detail = f"grad is incorrect size ({tuple(gradient.shape)} is not {tuple(expected.shape)})"
-    else:
-        return None
-    return Failure.at(kind, input=block, detail=detail)
+    if not detail and not _is_zero(gradient, masked):
+        return Failure.at("not multiplied by grad_output", input=block)
+    for what, found, wanted in (
+        ("type", gradient.dtype, expected.dtype),
+        ("device", gradient.device, expected.device),
+        ("size", tuple(gradient.shape), tuple(expected.shape)),
+    ):
+        if not detail and found != wanted:
+            detail = f"grad is incorrect {what} ({found} is not {wanted})"
+    return Failure.at("incorrect gradient", input=block, detail=detail) if detail else None
 
 
 def _layout_difference(gradient: Tensor, expected: Tensor) -> str:
