@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -11,11 +11,13 @@ from torch import Tensor
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Derivatives, SmallProblem
 from fastgrad.engines import cost_model
+from fastgrad.engines.blocks import row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import KnownLook
+from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Pair, Plan
-from fastgrad.report.failure import Mode, Part
+from fastgrad.report.failure import Mode
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 
@@ -143,7 +145,8 @@ class SmallCheck(Findings):
 
     def compared(self) -> list[Pair]:
         """The pairs whose entries were all compared, for a check that passed; empty if only sums were compared."""
-        inputs, outputs = self.problem.inputs, self.problem.outputs
+        backward = SmallBackward(self.problem, self.vjps)
+        inputs, outputs = backward.inputs, backward.outputs
         forward = list(_pairs(inputs, outputs, self.tangent_errors, "forward"))
         forward.sort(key=lambda pair: (pair.part == "real", pair.output, pair.input))
         reverse = _pairs(outputs, inputs, self.errors, "reverse")
@@ -155,23 +158,15 @@ class SmallCheck(Findings):
         return [*reverse, *forward]
 
 
-_Places = list[tuple[int, int, int]]
-"""By input or output: its position among arguments or results, its elements, and the coordinates of each."""
-
-
 def _pairs(
-    outer: _Places, inner: _Places, errors: list[list[tuple[float, float]]] | None, mode: Mode
+    outer: Sequence[Block], inner: Sequence[Block], errors: list[list[tuple[float, float]]] | None, mode: Mode
 ) -> Iterator[Pair]:
     """Yields what was compared, by part of the outer side (outputs in reverse mode) and by tensor of the inner side."""
     if errors is None:
         return
-    numbered = list(enumerate(outer))
-    parts: list[tuple[int, int, int, Part]] = [
-        (number, position, elements, "imaginary" if width == 2 else "all")
-        for number, (position, elements, width) in numbered
-    ]
-    parts += [(number, position, elements, "real") for number, (position, elements, width) in numbered if width == 2]
-    for (number, position, elements, part), largest in zip(parts, errors, strict=True):
-        for other, ((place, size, _), own) in enumerate(zip(inner, largest, strict=True)):
-            places = (number, other, position, place) if mode == "reverse" else (other, number, place, position)
-            yield Pair(*places, part, mode, elements * size, 0, True, *own, False)
+    for (one, part), of_part in zip(row_parts(outer), errors, strict=True):
+        for other, largest in zip(inner, of_part, strict=True):
+            output, input_ = (one, other) if mode == "reverse" else (other, one)
+            entries = output.tensor.numel() * input_.tensor.numel()
+            places = output.index, input_.index, output.position, input_.position
+            yield Pair(*places, part, mode, entries, 0, True, *largest, False)

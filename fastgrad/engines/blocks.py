@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -62,7 +63,7 @@ class JacobianBlock:
     unspecified: UnspecifiedEntry | None = None
 
 
-def row_parts(outputs: tuple[Block, ...]) -> list[tuple[Block, Part]]:
+def row_parts(outputs: Sequence[Block]) -> list[tuple[Block, Part]]:
     """Outputs in the order of comparison: first real outputs and imaginary parts of complex ones, then real parts."""
     groups: list[tuple[Block, Part]] = [(output, "imaginary" if output.is_complex else "all") for output in outputs]
     return groups + [(output, "real") for output in outputs if output.is_complex]
