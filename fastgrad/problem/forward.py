@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastgrad.core import native, torch_private
-from fastgrad.core.memory import repeats_if_memory_lacks
+from fastgrad.core.memory import Result, repeats_if_memory_lacks
 from fastgrad.core.phases import phase
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.evaluation import Evaluation
@@ -19,7 +19,7 @@ from fastgrad.problem.validation import changed_message
 
 
 def dual_arguments(
-    arguments: tuple[Any, ...], inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
+    arguments: tuple[Any, ...], inputs: Sequence[Tensor], tangents: Iterable[Tensor | None]
 ) -> tuple[tuple[Any, ...], list[Tensor]]:
     """Arguments for func, in which the inputs are detached and have tangents; and the tangents that they hold."""
     duals: dict[int, Tensor] = {}
@@ -105,16 +105,10 @@ class ForwardMode(Evaluation):
             float64, shape (count, m): one row per column of the Jacobian; and whether tangents were complex
             for complex outputs and real for real ones.
         """
-        self._recorded = None
-        self._require_forward_ad()
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
-
-        def evaluate() -> tuple[tuple[int, int, Any] | None, bool]:
-            zeros = [torch.zeros_like(input_.detach()) for input_ in self._input_tensors]
-            duals, tangents = dual_arguments(self._arguments, self._input_tensors, zeros)
-            return self._evaluator.tangent_columns(first, columns, self._specs, duals, tangents)
-
-        changed, domains_match = native.at_dual_level(evaluate)
+        zeros = (torch.zeros_like(input_.detach()) for input_ in self._input_tensors)
+        run = partial(self._evaluator.tangent_columns, first, columns, self._specs)
+        changed, domains_match = self._at_duals(zeros, run)
         self.jvps += count
         if changed is not None:
             self.raise_changed(*changed, 0.0)
@@ -123,15 +117,12 @@ class ForwardMode(Evaluation):
     @repeats_if_memory_lacks
     def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Tangents of `outputs` for tangents of `inputs`; None means undefined. This takes one evaluation."""
-        self._recorded = None
-        self._require_forward_ad()
         self.jvps += 1
 
-        def evaluate() -> list[Tensor | None]:
-            duals, _ = dual_arguments(self._arguments, self._input_tensors, tangents)
+        def evaluate(duals: tuple[Any, ...], _: list[Tensor]) -> list[Tensor | None]:
             return [torch_private.tangent_of(output) for output in self._selected(self._evaluator.evaluate_at(duals))]
 
-        return native.at_dual_level(evaluate)
+        return self._at_duals(tangents, evaluate)
 
     @repeats_if_memory_lacks
     def jvps_of(self, directions: Tensor, undefined: Sequence[int] = ()) -> Tensor:
@@ -161,18 +152,24 @@ class ForwardMode(Evaluation):
         """
         if self.is_custom:
             return True
-        self._recorded = None
         self.jvps += 1
         calls = _CustomCalls()
+        ones = (torch.ones_like(input_.detach()) for input_ in self._input_tensors)
 
-        def evaluate() -> None:
-            ones = [torch.ones_like(input_.detach()) for input_ in self._input_tensors]
-            duals, _ = dual_arguments(self._arguments, self._input_tensors, ones)
+        def evaluate(duals: tuple[Any, ...], _: list[Tensor]) -> None:
             with calls, torch_private.functions_through(calls.apply):
                 self._evaluator.evaluate_at(duals)
 
-        native.at_dual_level(evaluate)
+        self._at_duals(ones, evaluate)
         return calls.found
+
+    def _at_duals(
+        self, tangents: Iterable[Tensor | None], run: Callable[[tuple[Any, ...], list[Tensor]], Result]
+    ) -> Result:
+        """The result of `run`, a function of the results of `dual_arguments`, within a level of forward-mode AD."""
+        self._recorded = None
+        self._require_forward_ad()
+        return native.at_dual_level(lambda: run(*dual_arguments(self._arguments, self._input_tensors, tangents)))
 
     @property
     def modified_tangent(self) -> Block | None:
