@@ -77,19 +77,20 @@ def pieces_of_columns(problem: Problem, plan: Plan, first: int, columns: Tensor)
     Forward mode computes the columns of one piece at a time. The two coordinates of a complex element are in the same
     piece.
     """
-    start, last = first, first + columns.shape[0]
     most = max(MIN_COLUMNS, plan.rows_per_block * problem.n // max(1, problem.m))
-    while start < last:
-        end = _end_of_pass(problem, start, min(start + most, last))
+    for start, end in _passes(problem, first, first + columns.shape[0], most):
         yield start, columns[start - first : end - first]
-        start = end
 
 
-def _end_of_pass(problem: Problem, first: int, last: int) -> int:
-    """The coordinate, at most `last`, before which a pass over columns from `first` on may end."""
-    block = next(block for block in problem.inputs if last <= block.end)
-    # The two coordinates of a complex element must be in the same pass.
-    return last - (last - block.first) % 2 if block.is_complex and last - first > 1 else last
+def _passes(problem: Problem, first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yields intervals of at most `most` columns, which make up [first, last)."""
+    while first < last:
+        end = min(first + most, last)
+        block = next(block for block in problem.inputs if end <= block.end)
+        if block.is_complex and end - first > 1:
+            end -= (end - block.first) % 2  # the two coordinates of a complex element must be in the same pass
+        yield first, end
+        first = end
 
 
 def tangent_blocks(
@@ -157,12 +158,9 @@ def numerical_columns(problem: Problem, plan: Plan, settings: Settings) -> Itera
     """
     if problem.n == 0:
         yield 0, torch.empty(0, problem.m, dtype=torch.float64, device=problem.device)
-    first = 0
-    while first < problem.n:
-        last = _end_of_pass(problem, first, min(first + plan.columns_per_pass, problem.n))
+    for first, last in _passes(problem, 0, problem.n, plan.columns_per_pass):
         # The columns are not kept here while the next ones are computed.
         yield first, _columns(problem, plan, settings, first, last - first)
-        first = last
 
 
 def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count: int) -> Tensor:
