@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import DUALITY_STREAM, direction
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import restores_caller_state
+from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.validation import as_float, check_seed, is_integer, raise_without_graph
 from fastgrad.report.json_form import EqualByContent
@@ -263,28 +264,28 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
     ).unbind()
     for trial in range(trials):
         u, v = _pair(problem, seed, trial)
+        size[trial] = least * (_sums(v.abs(), outputs)[:, None] + _sums(u.abs(), inputs))
         for b, block in enumerate(inputs):
-            own = block.slice
             alone = torch.zeros_like(u)
-            alone[own] = u[own]
+            alone[block.slice] = u[block.slice]
             terms = problem.jvp_coordinates(alone).mul_(v)
-            for o, output in enumerate(outputs):
-                within = terms[output.slice]
-                forward[trial, o, b] = within.sum()
-                weights = v[output.slice].abs().sum() + u[own].abs().sum()
-                size[trial, o, b] += (within.abs().sum() + least * weights).cpu()
+            forward[trial, :, b] = _sums(terms, outputs)
+            size[trial, :, b] += _sums(terms.abs(), outputs)
         for o, output in enumerate(outputs):
             terms = problem.vjp(v.unsqueeze(0), only=output)[0].mul_(u)
-            for b, block in enumerate(inputs):
-                within = terms[block.slice]
-                reverse[trial, o, b] = within.sum()
-                size[trial, o, b] += within.abs().sum().cpu()
+            reverse[trial, o] = _sums(terms, inputs)
+            size[trial, o] += _sums(terms.abs(), inputs)
     # If both are zero, they agree. A NaN never agrees.
     errors = torch.where(size == 0, 0.0, (forward - reverse).abs() / size)
     worst = int(errors.nan_to_num(torch.inf).argmax()) if errors.numel() else 0
     error = float(errors.reshape(-1)[worst]) if errors.numel() else 0.0
     o, b = divmod(worst % (len(outputs) * len(inputs)), len(inputs))
     return AdjointTest(error <= allowed, error, allowed, outputs[o].index, inputs[b].index, forward, reverse)
+
+
+def _sums(values: Tensor, blocks: Sequence[Block]) -> Tensor:
+    """The sum of the values of each block's coordinates: float64, on the CPU, shape (blocks,)."""
+    return torch.stack([values[block.slice].sum() for block in blocks]).cpu()
 
 
 def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> TaylorTest:
