@@ -503,10 +503,14 @@ def whole_backward(
     if len(cotangents):
         whole.products = vjp_coordinates(graph, inputs, cotangents, layouts)[0]
         whole.vjps += len(cotangents)
+    sizes = [coordinate_count(output) for output in outputs]
+    jacobian = cotangents.new_empty(sum(sizes), n)
+    of_outputs = torch.split(jacobian, sizes)
     for o, imaginary in takes:
         count = outputs[o].numel()
         twice = min(count, repeated)
-        rows, again = cotangents.new_empty(count, n), cotangents.new_empty(twice, n)
+        rows = of_outputs[o][int(imaginary) :: 2 if outputs[o].is_complex() else 1]
+        again = cotangents.new_empty(twice, n)
         match = vjp_rows(graph, o, inputs, 0, imaginary, rows, again, repeat_scale)
         whole.parts.append(Rows(rows, again, match))
         whole.vjps += count + twice
@@ -517,13 +521,7 @@ def whole_backward(
         second = vjp_coordinates(graph, inputs, cotangents[:1], layouts[:1])[0]
         whole.vjps += 1
         whole.movement = _largest_difference(second, whole.products[:1])
-    sums = torch.zeros_like(whole.products)
-    starts = [0]
-    for output in outputs:
-        starts.append(starts[-1] + coordinate_count(output))
-    for part, (o, imaginary) in zip(whole.parts, takes, strict=True):
-        width = 2 if outputs[o].is_complex() else 1
-        ops.project_rows_(sums, torch.zeros_like(sums), cotangents, part.rows, starts[o] + imaginary, width, 0)
+    sums = cotangents @ jacobian
     if sums.numel():
         tolerance = (sums.abs().max() * rtol).clamp_max(atol)
         whole.add_up = bool((whole.products - sums).abs().max() <= tolerance)
