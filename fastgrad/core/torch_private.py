@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -304,13 +304,6 @@ def below_autograd() -> Iterator[None]:
 def undefined_gradient(output: Tensor) -> Tensor:
     """An alias of an output, made by a node whose backward passes on an undefined gradient."""
     return cast(Tensor, torch._C._functions.UndefinedGrad()(output))
-
-
-def gradients_of(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], create_graph: bool
-) -> list[Tensor | None]:
-    """`torch.autograd.grad` that keeps the graph; None if there is no gradient."""
-    return list(torch.autograd.grad(outputs, inputs, cotangents, True, create_graph, allow_unused=True))
 
 
 def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Node]:

@@ -25,7 +25,6 @@ from fastgrad.core.plain.evaluator import (
 )
 from fastgrad.core.plain.operators import coordinate_count, hidden_from_autograd
 from fastgrad.core.torch_private import (
-    gradients_of,
     is_custom_node,
     is_dispatched_to_python,
     modes_are_active,
@@ -90,7 +89,7 @@ def vjp(
         for tensor in tensors:
             if tensor is not None:
                 hidden_from_autograd(check_storage)("vjp", name, tensor)
-    return gradients_of(outputs, inputs, cotangents, create_graph)
+    return list(torch.autograd.grad(outputs, inputs, cotangents, True, create_graph, allow_unused=True))
 
 
 @hidden_from_autograd
