@@ -120,17 +120,12 @@ def differentiable_inputs(
 
 def _check_values(value: Tensor, name: str, subject: str) -> None:
     """Raises unless the elements of an input can be perturbed one by one; name, subject: its names in messages."""
-    if value.is_nested:
-        raise NotImplementedError(f"fastgrad does not support nested tensors; {name} is one.")
+    _check_kind(value, name, subject)
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{subject} was created under torch.inference_mode, so autograd does not record all operations on it: pass "
             "a copy, input.detach().clone().requires_grad_()."
         )
-    if value.is_meta:
-        raise ValueError(f"{subject} is on the meta device: a gradient check needs values.")
-    if value.dtype not in _SUPPORTED:
-        raise NotImplementedError(f"fastgrad does not support {value.dtype}, the dtype of {name}.")
     values = own_values(value)
     if values is None or (values.is_contiguous() and values.numel()):
         return  # the memory is not accessible, or elements do not overlap
@@ -144,6 +139,16 @@ def _check_values(value: Tensor, name: str, subject: str) -> None:
             f"{subject} overlaps itself in memory (shape {tuple(values.shape)}, stride {values.stride()}): its "
             "elements cannot be perturbed one by one; pass a copy, input.detach().clone().requires_grad_()."
         )
+
+
+def _check_kind(value: Tensor, name: str, subject: str) -> None:
+    """Raises unless the compiled module supports such a tensor; name, subject: its names in messages."""
+    if value.is_nested:
+        raise NotImplementedError(f"fastgrad does not support nested tensors; {name} is one.")
+    if value.is_meta:
+        raise ValueError(f"{subject} is on the meta device: a gradient check needs values.")
+    if value.dtype not in _SUPPORTED:
+        raise NotImplementedError(f"fastgrad does not support {value.dtype}, the dtype of {name}.")
 
 
 def _check_memory(inputs: tuple[Any, ...], positions: list[int], names: tuple[str, ...]) -> None:
@@ -176,12 +181,7 @@ def check_outputs(results: tuple[Any, ...]) -> None:
     for i, value in enumerate(results):
         if not isinstance(value, Tensor) or not (value.requires_grad or (compares_all and is_differentiable(value))):
             continue
-        if value.is_nested:
-            raise NotImplementedError(f"fastgrad does not support nested tensors; result {i} of func is one.")
-        if value.is_meta:
-            raise ValueError(f"Result {i} of func is on the meta device: a gradient check needs values.")
-        if value.dtype not in _SUPPORTED:
-            raise NotImplementedError(f"fastgrad does not support {value.dtype}, the dtype of result {i} of func.")
+        _check_kind(value, f"result {i} of func", f"Result {i} of func")
         if value.layout is not torch.strided:
             kind = "MKLDNN" if value.layout is torch_private.MKLDNN else "Sparse"
             raise ValueError(
