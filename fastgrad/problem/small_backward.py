@@ -35,13 +35,12 @@ class SmallBackward:
         self.vjps += len(only)
         return self._problem.vjps(cotangents, layouts, only)
 
-    def vjp(self, cotangents: Tensor, only: Block | None = None) -> Tensor:
-        """As in `Problem`, for contiguous grad_outputs."""
-        return self.vjps_of(cotangents, [-1 if only is None else only.index] * cotangents.shape[0])[0]
-
-    def vjp_of_older_graph(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
-        """As in `Problem`. It uses the first graph if the differences have called func after it was recorded."""
+    def vjp(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
+        """As in `Problem`."""
         return self.vjps_of(cotangents, [-1 if only is None else only.index] * cotangents.shape[0], layouts)[0]
+
+    vjp_of_older_graph = vjp
+    """As in `Problem`. It uses the first graph if the differences have called func after it was recorded."""
 
     def first_other_vjp(
         self, cotangents: Tensor, only: Sequence[int], order: Sequence[int], known: Tensor
