@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -265,18 +265,10 @@ class PairComparison:
 
     def _extent(self) -> Extent:
         """The positions of the entries that differ."""
-
-        def along(block: Block, elements: Tensor, others: list[tuple[int, ...]]) -> tuple[Span, ...]:
-            shape = block.tensor.shape
-            numbers = elements if block.elements is None else block.elements[elements.cpu()]
-            more = numbers.new_tensor([element_number(index, shape) for index in others])
-            return spans(torch.cat([numbers, more]), shape)
-
-        nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
-        outputs, inputs = self._failing()[:2] if self.failing else (nothing, nothing)
+        outputs, inputs = self._failing()[:2] if self.failing else (None, None)
         return Extent(
-            along(self.output, outputs, [entry.output_index for entry in self.unspecified]),
-            along(self.input, inputs, [entry.input_index for entry in self.unspecified]),
+            places_along(self.output, [entry.output_index for entry in self.unspecified], outputs),
+            places_along(self.input, [entry.input_index for entry in self.unspecified], inputs),
         )
 
     def suspects(self, part: Part) -> Suspects:
@@ -394,6 +386,16 @@ def groups_without_a_common_row(moved: Tensor, rows: Tensor, columns: Tensor) ->
     starts = torch.cat([vertices.new_zeros(1), vertices.bincount(minlength=own.numel()).cumsum(0)])
     colors = coloring.color(starts.numpy(), members[vertices.argsort(stable=True)].numpy(), targets.numel())
     return torch.from_numpy(colors)[which].to(moved.device)
+
+
+def places_along(block: Block, indices: Iterable[tuple[int, ...]], elements: Tensor | None = None) -> tuple[Span, ...]:
+    """The positions of the elements at some indices and, if any, of others, by number, in the tensor of a block."""
+    shape = block.tensor.shape
+    numbers = torch.tensor([element_number(index, shape) for index in indices], dtype=torch.int64, device="cpu")
+    if elements is not None:
+        own = elements if block.elements is None else block.elements[elements.cpu()]
+        numbers = torch.cat([own, numbers.to(own.device)])
+    return spans(numbers, shape)
 
 
 def spans(elements: Tensor, shape: Sequence[int]) -> tuple[Span, ...]:

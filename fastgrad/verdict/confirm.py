@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.precision import excess
-from fastgrad.core.tensors import element_number
 from fastgrad.engines.blocks import row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Pair, Plan
-from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, Span, modulus
+from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, modulus
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.comparison import MAX_WORST, Findings, PairComparison, groups_without_a_common_row, spans
+from fastgrad.verdict.comparison import MAX_WORST, Findings, PairComparison, groups_without_a_common_row, places_along
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.remeasure import CLEAR_DIFFERENCE, RemeasuredEntry, Suspects, not_finite, worst_remeasured
 
@@ -200,13 +199,8 @@ def located_pair(failure: Failure, comparison: Comparison) -> Pair:
 
 def _extent(entries: list[Entry], output: Block, input_: Block) -> Extent:
     """The positions of entries."""
-
-    def along(block: Block, indices: Iterable[tuple[int, ...]]) -> tuple[Span, ...]:
-        shape = block.tensor.shape
-        return spans(torch.tensor([element_number(index, shape) for index in indices], device="cpu"), shape)
-
     of_outputs, of_inputs = zip(*((entry.output_index, entry.input_index) for entry in entries), strict=True)
-    return Extent(along(output, of_outputs), along(input_, of_inputs))
+    return Extent(places_along(output, of_outputs), places_along(input_, of_inputs))
 
 
 def _excess(entry: Entry) -> float:
