@@ -23,7 +23,6 @@ from fastgrad.checks.sketch import (
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.random import TANGENT_STREAM, direction
 from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.plan import EXACT_CALLS, sketch_size
@@ -40,6 +39,7 @@ from fastgrad.verdict.tangents import (
     OF_INPUTS,
     changed_sum,
     combined_tangents,
+    jvps_of_parts,
     repeated_tangents_failure,
     sums_certificate,
 )
@@ -295,12 +295,9 @@ class _ForwardScreen:
 
     def _half_failure(self, u: Tensor, tangent: Tensor) -> Failure | None:
         """The failure if the JVP of u, shape (n,), is not the sum of the JVPs of its halves, which are run scaled."""
-        some = direction(u.numel(), self._settings.seed, TANGENT_STREAM, halved=True).to(u.device)
-        half = torch.where(some == 0, 0.0, u)
 
         def terms(whole: Tensor) -> Tensor:
-            products = self._problem.jvps_of(torch.stack([half, u - half]) * REPEAT_SCALE) / REPEAT_SCALE
-            return torch.cat([-whole[None], products])
+            return torch.cat([-whole[None], jvps_of_parts(self._problem, self._settings, u)])
 
         return self._sum_failure(terms(tangent), lambda: terms(self._problem.jvp_coordinates(u)), u)
 

@@ -158,14 +158,18 @@ def _changed(output: Block, what: str, first: float, later: float) -> Failure:
 _OF_PARTS = f"those of {REPEAT_SCALE:g} times its two parts, divided by {REPEAT_SCALE:g},"
 
 
-def nonlinear_parts(problem: Problem, settings: Settings, u: Tensor) -> Failure | None:
-    """The failure if the JVP of u, shape (n,), is not the sum of the JVPs of two parts of u, which are run scaled."""
+def jvps_of_parts(problem: Problem, settings: Settings, u: Tensor) -> Tensor:
+    """The JVPs of two parts of u, shape (n,), which are run scaled: float64, shape (2, m)."""
     some = direction(u.numel(), settings.seed, TANGENT_STREAM, halved=True).to(u.device)
     part = torch.where(some == 0, 0.0, u)
-    parts = torch.stack([REPEAT_SCALE * part, REPEAT_SCALE * (u - part)])
+    return problem.jvps_of(torch.stack([part, u - part]) * REPEAT_SCALE) / REPEAT_SCALE
+
+
+def nonlinear_parts(problem: Problem, settings: Settings, u: Tensor) -> Failure | None:
+    """The failure if the JVP of u, shape (n,), is not the sum of the JVPs of two parts of u, which are run scaled."""
 
     def terms() -> Tensor:
-        return torch.cat([-problem.jvp_coordinates(u)[None], problem.jvps_of(parts) / REPEAT_SCALE])
+        return torch.cat([-problem.jvp_coordinates(u)[None], jvps_of_parts(problem, settings, u)])
 
     return _nonlinear_terms(problem, settings, terms, "for a tangent", _OF_PARTS)
 
