@@ -124,18 +124,15 @@ class Pattern:
 def from_entries(rows: Indices, columns: Indices, m: int, n: int, origin: str) -> Pattern:
     """The pattern of some entries, in any order, possibly with duplicates."""
     in_order = (rows[1:] > rows[:-1]) | ((rows[1:] == rows[:-1]) & (columns[1:] >= columns[:-1]))
-    if in_order.all():
-        starts = starts_of(np.bincount(rows, minlength=m))
-    else:
+    if not in_order.all():
         for _ in range(2):  # a stable sort by columns, then by rows
-            order, starts = coloring.bucket(columns, n)
+            order, _ = coloring.bucket(columns, n)
             rows, columns, m, n = columns[order], rows[order], n, m
     again = np.zeros(rows.size, dtype=np.bool_)
     again[1:] = (rows[1:] == rows[:-1]) & (columns[1:] == columns[:-1])
     if again.any():
         rows, columns = rows[~again], columns[~again]
-        starts = starts_of(np.bincount(rows, minlength=m))
-    return Pattern(starts, columns, n, origin)
+    return Pattern(starts_of(np.bincount(rows, minlength=m)), columns, n, origin)
 
 
 def few(size: int) -> int:
