@@ -21,7 +21,6 @@ from fastgrad.checks.one_block import (
     take_calls,
     whole_backward,
 )
-from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Rows, WholeBackward
 from fastgrad.engines import dense
 from fastgrad.engines.blocks import REPEATED_ROWS, JacobianBlock, row_parts
@@ -81,13 +80,9 @@ def dense_check(
         plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:
         findings.on_first_graph = problem.evaluations == 1
-        try:
-            seconds = problem.working_seconds if look is None else min(look.measured, problem.working_seconds)
-            findings.backward = whole_backward(problem, settings, seconds)
-        except Exception as error:
-            raise_unless_of_func(error)
-            findings.early = error
-        else:
+        seconds = problem.working_seconds if look is None else min(look.measured, problem.working_seconds)
+        findings.backward = findings.noted(partial(whole_backward, problem, settings, seconds))
+        if findings.backward is not None:
             take_calls(problem, findings.backward, calls)
     failure = judge(problem, plan, settings, findings, calls)
     if failure is not None or suspected is None:

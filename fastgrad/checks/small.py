@@ -25,7 +25,7 @@ from fastgrad.checks.small_sums import (
     sums_agree,
     undecided_calls_repeat,
 )
-from fastgrad.core.errors import as_raised, raise_unless_of_func
+from fastgrad.core.errors import as_raised
 from fastgrad.core.memory import OUT_OF_MEMORY, lacks_again
 from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
@@ -182,7 +182,9 @@ def _rows_agree(check: SmallCheck) -> bool:
         columns = numerical_columns(check)
     if columns is not None:
         check.errors = _errors(problem, check.settings, check.backward, columns)
-    return check.errors is not None and _same_afterwards(check) and outputs_repeat(check, outputs)
+    if check.errors is None or not check.noted(partial(_same_afterwards, check)):
+        return False
+    return outputs_repeat(check, outputs)
 
 
 @phase("repeated calls")
@@ -190,22 +192,18 @@ def _same_afterwards(check: SmallCheck) -> bool:
     """Whether gradients are the same on a graph recorded after the differences; for custom code, also on the first."""
     problem, backward = check.problem, check.backward
     assert backward is not None
-    try:
-        if problem.is_custom:
-            return _rows_repeat(check, backward)
-        if not problem.record_again():
-            check.vjp_varies = True
-            return False
-        at_hand = product_at_hand(problem, check.settings, backward)
-        check.vjps += 1
-        if problem.repeats(*at_hand):
-            return True
-        # Some bits differ. If the gradients agree within the tolerances, the complete check uses them.
-        if not same_afterwards(SmallBackward(problem, check.vjps), check.settings, *at_hand):
-            check.vjp_varies, check.backward = True, None
-    except Exception as error:
-        raise_unless_of_func(error)
-        check.early = error
+    if problem.is_custom:
+        return _rows_repeat(check, backward)
+    if not problem.record_again():
+        check.vjp_varies = True
+        return False
+    at_hand = product_at_hand(problem, check.settings, backward)
+    check.vjps += 1
+    if problem.repeats(*at_hand):
+        return True
+    # Some bits differ. If the gradients agree within the tolerances, the complete check uses them.
+    if not same_afterwards(SmallBackward(problem, check.vjps), check.settings, *at_hand):
+        check.vjp_varies, check.backward = True, None
     return False
 
 

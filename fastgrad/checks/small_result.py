@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Derivatives, SmallProblem
 from fastgrad.engines import cost_model
 from fastgrad.engines.blocks import row_parts
@@ -20,8 +19,6 @@ from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Mode
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,15 +130,6 @@ class SmallCheck(Findings):
     def is_consistent(self) -> bool:
         """Whether repeated calls gave the same values, no call raised, and all outputs were of the expected kind."""
         return not (self.vjp_varies or self.irreproducible) and self.changed is None and self.early is None
-
-    def noted(self, run: Callable[[], Result | None]) -> Result | None:
-        """The result of `run`, which calls func or its backward; None if it raises, which `early` then holds."""
-        try:
-            return run()
-        except Exception as error:
-            raise_unless_of_func(error)
-            self.early = error
-            return None
 
     def compared(self) -> list[Pair]:
         """The pairs whose entries were all compared, for a check that passed; empty if only sums were compared."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native
+from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.memory import Result
 from fastgrad.core.native import WholeBackward, ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import excess
@@ -89,6 +91,15 @@ class Findings:
     domains_match: bool = True
     products: tuple[Tensor, Tensor] | None = None
     tangents: tuple[Tensor, list[int], Tensor] | None = None
+
+    def noted(self, run: Callable[[], Result | None]) -> Result | None:
+        """The result of `run`, which calls func or its backward; None if it raises, which `early` then holds."""
+        try:
+            return run()
+        except Exception as error:
+            raise_unless_of_func(error)
+            self.early = error
+            return None
 
     def add(self, other: Findings) -> None:
         """Adds the findings of a part of the check."""
