@@ -50,13 +50,6 @@ def coordinate_step(x: Tensor, eps: float, relative_step: float) -> Tensor:
     return torch.where(realized_width(x, eps) == 0, steps, eps)
 
 
-def _coordinate_view(tensor: Tensor, coordinate: int) -> Tensor:
-    if tensor.is_complex():
-        tensor = tensor.imag if coordinate % 2 else tensor.real
-        coordinate //= 2
-    return tensor[tuple(int(i) for i in np.unravel_index(coordinate, tensor.shape))] if tensor.dim() else tensor
-
-
 @hidden_from_autograd
 def perturb_coordinate_(
     x: Tensor,
@@ -67,11 +60,8 @@ def perturb_coordinate_(
     relative_step: float,
     restored: int | None = None,
 ) -> None:
-    if restored is not None:
-        _coordinate_view(x, restored).copy_(_coordinate_view(origin, restored))
-    value = _coordinate_view(origin, coordinate)
-    step = sign * coordinate_step(value, eps, relative_step) if sign else None
-    _coordinate_view(x, coordinate).copy_(value if step is None else moved(value, step))
+    others = None if restored is None else torch.tensor([restored], device="cpu")
+    perturb_coordinates_(x, origin, torch.tensor([coordinate], device="cpu"), sign, eps, relative_step, others)
 
 
 @hidden_from_autograd
@@ -116,7 +106,7 @@ def unflatten_(tensor: Tensor, coordinates: Tensor) -> None:
 def central_difference_(
     column: Tensor, minus: Tensor, origin: Tensor, coordinate: int, eps: float, relative_step: float
 ) -> None:
-    x = _coordinate_view(origin, coordinate)
+    x = real_coordinates(origin)[coordinate]
     width = realized_width(x, coordinate_step(x, eps, relative_step))
     column.sub_(real_coordinates(minus).to(torch.float64)).div_(width)
 
