@@ -22,8 +22,9 @@ from fastgrad.checks.small_sums import (
     steps_repeat,
     sums_agree,
 )
+from fastgrad.core import native
 from fastgrad.core.errors import unless_rejected
-from fastgrad.core.native import Layout, explained_sums, flattened, largest_errors
+from fastgrad.core.native import Layout, flattened, largest_errors
 from fastgrad.core.phases import phase
 from fastgrad.core.random import GRAPH_STREAM, direction
 from fastgrad.core.tensors import largest
@@ -286,8 +287,8 @@ def _explains_look(check: SmallCheck, analytical: Tensor, columns: Tensor, rows:
     assert check.look is not None
     look = check.look
     allowed = check.settings.eps * check.settings.atol + ROUNDING * check.problem.unit_roundoff * largest(look.base)
-    change = (look.values - look.base)[None]
-    return explained_sums(analytical, columns, rows, look.displacement[None], change, allowed, CURVED) is not None
+    moved = look.displacement[None], (look.values - look.base)[None]
+    return native.explained_sums(analytical, columns, rows, *moved, allowed, CURVED) is not None
 
 
 @phase("certificates")
@@ -304,7 +305,8 @@ def _sums_are_explained(check: SmallCheck, pattern: SmallPattern, gradients: Ten
     columns, rows, negligible = compression.columns, compression.rows, NEGLIGIBLE * settings.atol
     rounding = ROUNDING * 2 * problem.unit_roundoff / differences.step
     allowed = max(negligible, NOISE_MARGIN * largest(differences.noise) + rounding * largest(problem.base()))
-    of_func = explained_sums(analytical, columns, rows, differences.directions, differences.derivatives, allowed, 0.0)
+    along = differences.directions, differences.derivatives
+    of_func = native.explained_sums(analytical, columns, rows, *along, allowed, 0.0)
     if (
         of_func is None
         or not of_func <= LARGEST_SHARE * settings.atol
@@ -315,7 +317,7 @@ def _sums_are_explained(check: SmallCheck, pattern: SmallPattern, gradients: Ten
     count = pattern.row_group_count
     alone = pattern.grad_outputs[count:], gradients[count:]
     sizes = [
-        explained_sums(analytical, rows, columns, *products, negligible, rounding)
+        native.explained_sums(analytical, rows, columns, *products, negligible, rounding)
         for products in (check.products, alone)
     ]
     if None in sizes:

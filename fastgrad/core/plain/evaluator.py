@@ -539,19 +539,3 @@ def largest_residuals(cotangents: Tensor, derivatives: Tensor, gradients: Tensor
     values = cotangents @ derivatives.t() - gradients @ directions.t()
     found: list[float] = values.abs().amax(1).tolist() if values.numel() else [0.0] * len(cotangents)
     return found
-
-
-def explained_sums(
-    entries: Tensor,
-    sources: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    sums: Tensor,
-    allowed: float,
-    rounding: float,
-) -> float | None:
-    terms = entries * weights[:, sources]
-    explained = torch.zeros_like(sums).index_add_(1, targets, terms.abs(), alpha=rounding).add_(allowed)
-    if not bool((sums.index_add(1, targets, terms, alpha=-1).abs() <= explained).all()):
-        return None
-    return float(explained.amax()) if explained.numel() else 0.0
