@@ -397,9 +397,8 @@ def vjp_rows(
         run(i, 1.0, rows)
         if i < len(repeated):
             run(i, repeat_scale, repeated)
-    reruns = [partial(run, i, into=repeated) for i in range(len(repeated))]
-    same = [_is_repeated(rows[i], repeated[i], rerun, repeat_scale) for i, rerun in enumerate(reruns)]
-    match.repeats = all(same)
+    for i, (row, again) in enumerate(zip(rows, repeated, strict=False)):
+        match.repeats &= _is_repeated(row, again, partial(run, i, into=repeated), repeat_scale)
     return match
 
 
@@ -418,16 +417,11 @@ def vjp_groups(
     gradient, again = values.new_empty(1, n), values.new_empty(1, n)
     coordinates = groups.coordinates.to(values.device)
 
-    @hidden_from_autograd
-    def cotangent_of(chosen: Tensor, scale: float) -> Tensor:
-        if expand and scale != 1.0 and not output.is_complex() and len(chosen) == output.numel():
-            return torch.full((), scale, dtype=output.dtype, device=output.device).expand(output.shape)
-        cotangent = torch.zeros_like(output.detach(), memory_format=torch.contiguous_format)
-        ops.unflatten_(cotangent, values.new_zeros(coordinate_count(output)).index_fill_(0, chosen, scale))
-        return cotangent
-
     def run(chosen: Tensor, scale: float, into: Tensor) -> None:
-        found = graph.vjp_of_one(which, cotangent_of(chosen, scale))
+        cotangent = values.new_zeros(coordinate_count(output)).index_fill_(0, chosen, scale)
+        is_constant = not output.is_complex() and len(chosen) == output.numel()
+        layout = 3 if expand and scale != 1.0 and is_constant else 0
+        found = graph.vjp_of_one(which, _grad_output(output, cotangent, layout, None))
         _flatten_gradients(found, inputs, into, 0, match, scale)
 
     for g in range(len(groups.starts) - 1):
