@@ -292,8 +292,7 @@ class PatternVerdict(_Entries):
             if not match.sizes:
                 return failure("size")
             if not match.repeats and repeat is None:
-                grouping = compression.row_groups[output.index]
-                groups = [grouping.members(g) for g in range(repeated)]
+                groups = compression.row_groups[output.index].members()[:repeated]
                 repeat = groups_failure(problem, self._settings, output, groups)
                 if repeat is not None and repeat.kind in ("nonlinear", "raises"):
                     first = output.first + int(groups[0][0])

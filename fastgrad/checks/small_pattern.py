@@ -197,9 +197,9 @@ def _in_groups(
     only: list[int] = []
     row_groups = torch.empty(pattern.nnz, dtype=torch.int64, device="cpu")
     for output, grouping in zip(outputs, compression.row_groups, strict=True):
-        for group, entries in enumerate(grouping.entries()):
+        for members, entries in zip(grouping.members(), grouping.entries(), strict=True):
             row_groups[entries] = len(vectors)
-            vectors.append(output.first + torch.from_numpy(grouping.members(group)))
+            vectors.append(output.first + members)
             only.append(output.index)
     row_group_count = len(vectors)
     for output in outputs:

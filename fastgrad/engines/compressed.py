@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -33,23 +32,22 @@ REPEATED_GROUPS = 2
 
 @dataclass(frozen=True)
 class Grouping:
-    """The columns of a pattern, or the rows of one output, in groups: group g is order[starts[g]:starts[g + 1]]."""
+    """The columns of a pattern, or the rows of one output, in groups."""
 
     groups: Groups
-    order: Indices
-    starts: Indices
 
     @property
     def count(self) -> int:
         """Number of groups."""
-        return self.starts.size - 1
+        return self.groups.starts.numel() - 1
 
     def entries(self) -> tuple[Tensor, ...]:
         """The numbers of the entries in each group: int64."""
         return torch.split(self.groups.entries, self.groups.entry_starts.diff().tolist())
 
-    def members(self, group: int) -> Indices:
-        return self.order[self.starts[group] : self.starts[group + 1]]
+    def members(self) -> tuple[Tensor, ...]:
+        """The coordinates in each group: int64, on the CPU."""
+        return torch.split(self.groups.coordinates, self.groups.starts.diff().tolist())
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ def _grouping(
     groups = Groups(
         torch.from_numpy(order), torch.from_numpy(starts), sorted_entries, torch.from_numpy(entry_starts), positions
     )
-    return Grouping(groups, order, starts)
+    return Grouping(groups)
 
 
 def numerical_entries(problem: Problem, plan: Plan, compression: Compression, eps: float) -> Tensor:
@@ -217,10 +215,9 @@ def tangent_entries(problem: Problem, compression: Compression, jvps_of: Callabl
 
 def _column_groups(compression: Compression) -> Iterator[Tensor]:
     """The coordinates of each column group: int64, shape (members,)."""
-    grouping = compression.column_groups
+    groups = compression.column_groups.groups
     # Copied only once, because a copy to a device waits for the device.
-    members = torch.from_numpy(grouping.order).to(compression.rows.device)
-    return (members[first:last] for first, last in pairwise(grouping.starts.tolist()))
+    return iter(torch.split(groups.coordinates.to(compression.rows.device), groups.starts.diff().tolist()))
 
 
 def _decompressed(compression: Compression, products: Iterator[Tensor]) -> Tensor:

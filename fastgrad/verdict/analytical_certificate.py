@@ -341,8 +341,8 @@ class AnalyticalCertificate:
     def _varying_group(self) -> Failure | None:
         """Runs every row group several times, also scaled; returns the first failure of `groups_failure`, if any."""
         for output, grouping in zip(self._problem.outputs, self._compression.row_groups, strict=True):
-            for g in range(grouping.count):
-                failure = groups_failure(self._problem, self._settings, output, [grouping.members(g)])
+            for members in grouping.members():
+                failure = groups_failure(self._problem, self._settings, output, [members])
                 if failure is not None:
                     return failure
         return None

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgrad.core.native import Layout, ops
@@ -91,16 +89,14 @@ def _at(index: Sequence[int]) -> str:
     return f" at {list(index)}" if index else ""
 
 
-def groups_failure(
-    problem: Problem, settings: Settings, output: Block, groups: Sequence[NDArray[np.int64]]
-) -> Failure | None:
+def groups_failure(problem: Problem, settings: Settings, output: Block, groups: Sequence[Tensor]) -> Failure | None:
     """The failure of some row groups whose second, scaled run gave other gradients: nondeterministic or nonlinear.
 
     groups: coordinates of the output, counted from its first coordinate.
     """
     cotangents = torch.zeros(len(groups), problem.m, dtype=torch.float64, device=problem.device)
     for cotangent, group in zip(cotangents, groups, strict=True):
-        cotangent[torch.from_numpy(group).to(problem.device) + output.first] = 1.0
+        cotangent[group.to(problem.device) + output.first] = 1.0
     part: Part = "imaginary" if output.is_complex else "all"
     gradients = problem.vjp(cotangents, only=output)
     again = (problem.vjp(cotangents, only=output) for _ in range(RERUNS))
@@ -108,7 +104,7 @@ def groups_failure(
         return Failure.at("nondeterministic", output, part=part)
     repeats: list[tuple[slice, Sequence[Layout], str]] = [(slice(None), (), "")]
     expands = len(problem.outputs) == 1 and not output.is_complex
-    whole = next((k for k, group in enumerate(groups) if expands and group.size == output.size), None)
+    whole = next((k for k, group in enumerate(groups) if expands and group.numel() == output.size), None)
     if whole is not None:
         repeats.append((slice(whole, whole + 1), [Layout.EXPANDED], " and expanded with stride 0"))
     for rows, layouts, kind in repeats:
