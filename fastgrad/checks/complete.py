@@ -44,7 +44,7 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.confirm import located_pair
 from fastgrad.verdict.grad_outputs import (
-    check_batched_gradients,
+    batched_failure,
     check_batched_tangents,
     check_undefined_grads,
     check_undefined_tangents,
@@ -277,7 +277,7 @@ def other_checks_failure(problem: Problem, settings: Settings, findings: Finding
     if failure is not None or not settings.check_backward_ad:
         return failure
     if settings.check_batched_grad:
-        failure = check_batched_gradients(problem, settings, findings.batched)
+        failure = findings.batched or batched_failure(problem.vjp_graph(), problem, settings)
     if backward is not None and backward.are_zero:
         return failure
     if failure is None:

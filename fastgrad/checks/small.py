@@ -36,7 +36,7 @@ from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.grad_outputs import BATCH, batched_difference
+from fastgrad.verdict.grad_outputs import batched_failure
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 RELATIVE_STEP = relative_step(torch.float64)
@@ -152,8 +152,8 @@ def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
     if settings.check_batched_forward_grad and not batched_tangents_agree(check):
         return False
     if settings.check_backward_ad and settings.check_batched_grad:
-        check.batched = batched_difference(problem.graph, problem.graph.outputs, settings)
-        check.vjps += (BATCH + 1) * len(problem.outputs)
+        again = SmallBackward(problem, check.vjps)
+        check.batched, check.vjps = batched_failure(problem.graph, again, settings), again.vjps
     if check.batched is not None or backward is None:
         return check.batched is None
     if backward.movement or not first_outputs_repeat(check):

@@ -21,11 +21,10 @@ from fastgrad.problem.coordinates import Block, per_coordinate
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate, Pair
-from fastgrad.report.failure import Comparison, Entry, Extent, Mode, Part, Span, modulus
+from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, Span, modulus
 from fastgrad.report.messages import undecided_text
 from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.structure import coloring
-from fastgrad.verdict.grad_outputs import BatchedDifference
 from fastgrad.verdict.remeasure import Suspects
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class Findings:
     columns
         The numerical Jacobian, if it is known: float64, shape (n, m).
     batched
-        Where a vectorized VJP is known to raise or to differ.
+        The failure of a vectorized VJP that is known to raise or to differ.
     vjp_varies
         Whether a VJP is known to have given different gradients in two runs.
     jvp_varies
@@ -85,7 +84,7 @@ class Findings:
     on_first_graph: bool = True
     early: Exception | None = None
     columns: Tensor | None = None
-    batched: BatchedDifference | None = None
+    batched: Failure | None = None
     vjp_varies: bool = False
     jvp_varies: bool = False
     domains_match: bool = True

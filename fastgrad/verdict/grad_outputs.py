@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -16,6 +15,7 @@ from fastgrad.core.tensors import element_index
 from fastgrad.engines.blocks import MAX_CACHED
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.failure import Failure, digits_apart
 from fastgrad.report.settings import Settings
 
@@ -136,44 +136,23 @@ def _allclose(left: Tensor | None, right: Tensor | None) -> bool:
     return torch.allclose(left, right)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchedDifference:
-    """Where a vectorized VJP raises or differs from single ones.
-
-    Attributes
-    ----------
-    output
-        The index of the output whose VJPs were run.
-    input
-        The index of the input whose gradient differs; None: the vectorized VJP raises.
-    cause
-        The exception of the vectorized VJP.
-    detail
-        Text for a message.
-    """
-
-    output: int
-    input: int | None
-    cause: Exception | None
-    detail: str
-
-
 @phase("batched gradients")
-def batched_difference(graph: native.Graph, outputs: Sequence[Tensor], settings: Settings) -> BatchedDifference | None:
-    """The first difference between VJPs under vmap and single VJPs, if any; costs BATCH + 1 VJPs per output."""
-    for number, output in enumerate(outputs):
-        vectors = batch_vectors(output, settings.seed)
+def batched_failure(graph: native.Graph, problem: Problem | SmallBackward, settings: Settings) -> Failure | None:
+    """The failure if a VJP of an output under vmap raises, or differs from single VJPs; BATCH + 1 VJPs per output."""
+    problem.vjps += (BATCH + 1) * len(problem.outputs)
+    for number, (output, tensor) in enumerate(zip(problem.outputs, graph.outputs, strict=True)):
+        vectors = batch_vectors(tensor, settings.seed)
         single = [graph.vjp_of_one(number, vector) for vector in vectors.unbind()]
         try:
             # A copy, because a backward may write into grad_output, and may return it as a gradient.
             batched = native.vectorized_vjp(graph, number, vectors.clone())
         except RuntimeError as error:
-            return BatchedDifference(number, None, error, str(error))
+            return Failure.at("batched raises", output, detail=str(error), cause=error)
         if not native.are_close(batched, single):
-            for k, gradients in enumerate(zip(batched, *single, strict=True)):
+            for block, *gradients in zip(problem.inputs, batched, *single, strict=True):
                 detail = _difference(*gradients)
                 if detail is not None:
-                    return BatchedDifference(number, k, None, detail)
+                    return Failure.at("batched differs", output, block, detail=detail)
     return None
 
 
@@ -199,23 +178,6 @@ def _known_batch_vectors(shape: torch.Size, dtype: torch.dtype, device: torch.de
     size = shape.numel() * (2 if dtype.is_complex else 1)
     like = torch.empty((), dtype=dtype, device=device).expand(shape)
     return torch.stack([uniform_like(like, seed, BATCH_STREAM, k * size) for k in range(BATCH)])
-
-
-def check_batched_gradients(problem: Problem, settings: Settings, found: BatchedDifference | None) -> Failure | None:
-    """Checks that a VJP of each output under vmap gives the same gradients as two separate VJPs.
-
-    found: the first difference, if it is known already.
-    """
-    if found is None:
-        graph = problem.vjp_graph()
-        found = batched_difference(graph, problem.graph(), settings)
-        problem.vjps += (BATCH + 1) * len(problem.outputs)
-    if found is None:
-        return None
-    output = problem.outputs[found.output]
-    if found.input is None:
-        return Failure.at("batched raises", output, detail=found.detail, cause=found.cause)
-    return Failure.at("batched differs", output, problem.inputs[found.input], detail=found.detail)
 
 
 @phase("batched tangents")
