@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import process_time
 from typing import Any, TypeVar
 
@@ -28,14 +28,6 @@ MAX_NODES = 256
 
 _UNKNOWN_NODES = 8
 """The assumed number of nodes if the outputs have no graph."""
-
-
-@dataclass(slots=True)
-class _Recorded:
-    """The outputs of a recorded evaluation, and the graph for their VJPs, which is made on demand."""
-
-    outputs: tuple[Tensor, ...]
-    graph: native.Graph | None = None
 
 
 def evaluated_and_restored(func: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -104,8 +96,9 @@ class Evaluation:
         self.vjps = self.jvps = 0
         self.func = func
         self._arguments = arguments
-        self._recorded: _Recorded | None = None
-        self._first: _Recorded | None = None  # kept, because its VJPs show whether later calls overwrite saved tensors
+        self._recorded: native.Graph | None = None
+        # Kept, because its VJPs show whether later calls overwrite saved tensors.
+        self._first: native.Graph | None = None
         self._first_number = 1
         self._base: Tensor | None = None
         self.irreproducible: list[str] = []
@@ -182,7 +175,7 @@ class Evaluation:
             self.m = self.outputs[-1].first + self.outputs[-1].size
             self.device = self.outputs[0].tensor.device
         if self.has_graph:
-            first = _Recorded(tuple(results[position] for position in positions))
+            first = native.Graph([results[position] for position in positions], self._input_tensors)
             self._recorded = first if self.evaluations == 1 else None
             self.nodes, self.custom_nodes = native.count_nodes(first.outputs, MAX_NODES)
             self.is_custom = not native.runs_no_custom_code(first.outputs, self._input_tensors)
@@ -208,24 +201,18 @@ class Evaluation:
     @raises_memory_error
     def graph(self) -> tuple[Tensor, ...]:
         """The outputs at x with their graph; func is evaluated again if it was called since the last graph."""
-        return self._record().outputs
+        return tuple(self.vjp_graph().outputs)
 
     def vjp_graph(self) -> native.Graph:
         """The graph of the outputs at x for VJPs with respect to all inputs; recorded as in `graph`."""
-        recorded = self._record()
-        if recorded.graph is None:
-            recorded.graph = native.Graph(recorded.outputs, self._input_tensors)
-        return recorded.graph
-
-    def _record(self) -> _Recorded:
         if self._recorded is None:
             try:
-                self._recorded = _Recorded(self._recorded_outputs())
+                self._recorded = self._recorded_graph()
             except OUT_OF_MEMORY:
                 if self._first is None:
                     raise
                 self._first, self.freed_first_graph = None, True  # a new graph needs its memory
-                self._recorded = _Recorded(self._recorded_outputs())
+                self._recorded = self._recorded_graph()
             for block, output in zip(self.outputs, self._recorded.outputs, strict=True):
                 if not output.requires_grad:
                     raise AssertionError(
@@ -235,7 +222,7 @@ class Evaluation:
             self._compare_with_first(self._recorded.outputs)
         return self._recorded
 
-    def _compare_with_first(self, outputs: tuple[Tensor, ...]) -> None:
+    def _compare_with_first(self, outputs: Sequence[Tensor]) -> None:
         """Measures the largest difference between the outputs of a new graph and `base`, or those of the first call.
 
         Nothing is measured if func changes its inputs, of which outputs may be views, or gets stand-ins for them, or if
@@ -248,8 +235,8 @@ class Evaluation:
             self.base_change = max(self.base_change, change)
 
     @repeats_if_memory_lacks
-    def _recorded_outputs(self) -> tuple[Tensor, ...]:
-        return self._selected(self._evaluator.evaluate(True))
+    def _recorded_graph(self) -> native.Graph:
+        return native.Graph(self._selected(self._evaluator.evaluate(True)), self._input_tensors)
 
     def forget_graph(self) -> None:
         """Forgets the last graph, so that the next one is that of a new evaluation."""

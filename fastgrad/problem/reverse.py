@@ -208,8 +208,8 @@ class ReverseMode(Evaluation):
 
         Empty unless `base` is known, with which they can be compared.
         """
-        graphs = [recorded.outputs for recorded in (self._first, self._recorded) if recorded and self._base is not None]
-        return [self._flat(output.detach() for output in outputs) for outputs in graphs]
+        graphs = [graph for graph in (self._first, self._recorded) if graph and self._base is not None]
+        return [self._flat(output.detach() for output in graph.outputs) for graph in graphs]
 
     def vjp_of_older_graph(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
         """V J as in `vjp`, from the first graph if func was called since; otherwise as in `vjp_before`."""
@@ -220,7 +220,7 @@ class ReverseMode(Evaluation):
     def evaluations_since_first_graph(self) -> int:
         """Number of calls of func since the first graph. If that was not kept, the current graph becomes the first."""
         if self._first is None:
-            self._first, self._first_number = self._record(), self.evaluations
+            self._first, self._first_number = self.vjp_graph(), self.evaluations
         return self.evaluations - self._first_number
 
     def vjp_of_first_graph(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
@@ -235,7 +235,7 @@ class ReverseMode(Evaluation):
 
     def vjp_before(self, cotangents: Tensor, only: Block | None, displacement: Tensor | None = None) -> Tensor:
         """V J as in `vjp`, from a graph at x, after one more evaluation of func, at x or at x + displacement."""
-        recorded = self._record()
+        recorded = self.vjp_graph()
         self.evaluate(True, displacement)
         self._recorded = recorded
         try:
