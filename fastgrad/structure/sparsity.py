@@ -239,7 +239,7 @@ def guess_band(respond: Callable[[Mask], Mask], m: int, n: int, is_symmetric: bo
 
 
 def decode(
-    respond: Callable[[Mask], Mask], blocks: Sequence[Block], targets: int, most_probes: int
+    respond: Callable[[Mask], Mask], blocks: Sequence[Block], most_probes: int
 ) -> tuple[Indices, Indices, int] | None:
     """The source of each target, if each target has at most one source per tensor, from the bits of the source's index.
 
@@ -252,8 +252,8 @@ def decode(
     ----------
     respond
         Maps a selection of sources (shape (sources,)) to that of the targets that react (shape (targets,)).
-    blocks, targets
-        The tensors of the sources, and the number of targets.
+    blocks
+        The tensors of the sources.
     most_probes
         Largest number of probes.
 
@@ -309,13 +309,13 @@ def decoded(
     n, m = (sum(block.size for block in blocks) for blocks in (inputs, outputs))
     expected = 1 - 0.5 ** len(inputs)
     likely = share <= expected + BEYOND_CHANCE * (expected * (1 - expected) / max(1, min(n, m))) ** 0.5
-    found = decode(reacting_outputs, inputs, m, most_probes) if likely else None
+    found = decode(reacting_outputs, inputs, most_probes) if likely else None
     if found is not None:
         rows, columns, probes = found
         origin = f"read from {probes} evaluations, one per bit of the inputs' indices"
     else:
         fits = max(block.size for block in outputs) <= n
-        found = decode(reacting_inputs, outputs, n, most_probes) if fits else None
+        found = decode(reacting_inputs, outputs, most_probes) if fits else None
         if found is None:
             return None
         columns, rows, probes = found

@@ -229,8 +229,8 @@ def test_single_sources_are_decoded(data: st.DataObject) -> None:
     assert (dense(by_columns) == matrix).all()
     most = sum(2 + (size - 1).bit_length() for size in sizes)
     assert by_columns.origin.startswith(f"read from {most} evaluations")
-    assert decode(oracle(matrix)[0], inputs, m, most - 1) is None
-    sources = decode(oracle(matrix.T)[1], inputs, m, 1000)  # the same for rows
+    assert decode(oracle(matrix)[0], inputs, most - 1) is None
+    sources = decode(oracle(matrix.T)[1], inputs, 1000)  # the same for rows
     assert sources is not None
     assert (
         np.sort(sources[0] * 100 + sources[1]) == np.flatnonzero(np.pad(matrix, ((0, 0), (0, 100 - sum(sizes)))))
