@@ -83,23 +83,14 @@ def check_undefined_grads(problem: Problem, known: Sequence[Sequence[Tensor | No
 
     known: the gradients for these grad_outputs, if they are known.
     """
-    if known is not None:
-        return next(filter(None, (_undefined_failure(problem, gradients) for gradients in known)), None)
-    for only in (None, *(problem.outputs if len(problem.outputs) > 1 else ())):
+    for number, only in enumerate((None, *(problem.outputs if len(problem.outputs) > 1 else ()))):
         try:
-            gradients = problem.undefined_gradients(only)
+            gradients = problem.undefined_gradients(only) if known is None else known[number]
         except RuntimeError as error:
             return Failure("undefined grad raises", cause=error)
-        failure = _undefined_failure(problem, gradients)
-        if failure is not None:
-            return failure
-    return None
-
-
-def _undefined_failure(problem: Problem, gradients: Sequence[Tensor | None]) -> Failure | None:
-    for block, gradient in zip(problem.inputs, gradients, strict=True):
-        if gradient is not None and not native.is_plain_zero(gradient, block.tensor) and not _is_zero(gradient):
-            return Failure.at("undefined grad not zero", input=block)
+        for block, gradient in zip(problem.inputs, gradients, strict=True):
+            if gradient is not None and not native.is_plain_zero(gradient, block.tensor) and not _is_zero(gradient):
+                return Failure.at("undefined grad not zero", input=block)
     return None
 
 
