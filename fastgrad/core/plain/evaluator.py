@@ -420,17 +420,6 @@ class Evaluator:
     def jvps(
         self, directions: Tensor, undefined: Sequence[int], products: Tensor, outputs: Sequence[OutputSpec]
     ) -> tuple[Changed | None, bool]:
-        if directions.dtype != torch.float64 or directions.shape != (len(products), self._size):
-            raise RuntimeError(
-                f"jvps: directions must be float64 and have shape ({len(products)}, {self._size}), got "
-                f"{directions.dtype} of shape {tuple(directions.shape)}"
-            )
-        known = range(-1, 2 * len(self._blocks))
-        if undefined and not (len(undefined) == len(products) and all(which in known for which in undefined)):
-            raise RuntimeError(
-                f"jvps: undefined must be empty, or one of -1, ..., {known[-1]} for each of "
-                f"{len(products)} directions, got {list(undefined)}"
-            )
         domains_match, tangents = True, dict[int, Tensor]()
         for k, (direction, product) in enumerate(zip(directions, products, strict=True)):
             given: list[tuple[int, Tensor, Tensor]] = []
