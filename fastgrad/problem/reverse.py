@@ -118,19 +118,8 @@ class ReverseMode(Evaluation):
             The products of the cotangents may differ from the sums of the rows by atol or, if smaller, by rtol times
             the largest sum.
         """
-        graph = self.vjp_graph()
-        whole = native.whole_backward(
-            graph,
-            self._natives,
-            cotangents,
-            layouts,
-            repeated,
-            scale,
-            undefined,
-            fewest_vectorized,
-            atol,
-            rtol,
-        )
+        graph, given = self.vjp_graph(), (cotangents, layouts, repeated, scale, undefined)
+        whole = native.whole_backward(graph, self._natives, *given, fewest_vectorized, atol, rtol)
         self._note_vjps(graph, whole.vjps)
         self.progress.step(whole.vjps)
         return whole
