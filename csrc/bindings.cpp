@@ -67,7 +67,8 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("coordinates", &Groups::coordinates)
       .def_readonly("starts", &Groups::starts)
       .def_readonly("entries", &Groups::entries)
-      .def_readonly("entry_starts", &Groups::entry_starts);
+      .def_readonly("entry_starts", &Groups::entry_starts)
+      .def_readonly("positions", &Groups::positions);
   py::class_<RandomDirections>(module, "RandomDirections")
       .def(
           py::init<int64_t, std::vector<int64_t>, std::vector<int64_t>, double, double, std::vector<int64_t>>(),

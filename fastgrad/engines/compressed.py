@@ -191,8 +191,7 @@ def numerical_entries(problem: Problem, plan: Plan, compression: Compression, ep
         return cuda_graph.difference_groups(
             problem, colors, compression.column_groups.count, *entries, eps, plan.record_graph
         )
-    groups = compression.column_groups.groups
-    return problem.difference_groups(groups, compression.rows, compression.columns, eps, plan.record_graph)
+    return problem.difference_groups(compression.column_groups.groups, compression.columns, eps, plan.record_graph)
 
 
 @phase("analytical columns")
@@ -241,8 +240,6 @@ def analytical_entries(
     matches = []
     for output, grouping in zip(problem.outputs, compression.row_groups, strict=True):
         repeated = min(grouping.count, REPEATED_GROUPS) if repeat else 0
-        match = problem.vjp_groups(
-            output, grouping.groups, compression.columns, grouping.count, values, repeated, REPEAT_SCALE
-        )
+        match = problem.vjp_groups(output, grouping.groups, values, repeated, REPEAT_SCALE)
         matches.append((output, repeated, match))
     return values, matches

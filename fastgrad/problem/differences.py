@@ -53,17 +53,15 @@ class Differences(Evaluation):
 
     @phase("numerical columns")
     @repeats_if_memory_lacks
-    def difference_groups(
-        self, groups: native.Groups, rows: Tensor, columns: Tensor, eps: float, record_graph: bool
-    ) -> Tensor:
+    def difference_groups(self, groups: native.Groups, columns: Tensor, eps: float, record_graph: bool) -> Tensor:
         """Entries of the numerical Jacobian; groups of columns that share no row are perturbed together.
 
         The entries equal those of `difference_columns`. A group takes two evaluations; its columns have the same step.
 
         Parameters
         ----------
-        rows, columns
-            The row and column of each entry: int64, shape (entries,).
+        columns
+            The column of each entry: int64, shape (entries,).
 
         Returns
         -------
@@ -71,7 +69,7 @@ class Differences(Evaluation):
             float64, shape (entries,).
         """
         self._recorded = None
-        values = torch.zeros(rows.numel(), dtype=torch.float64, device=self.device)
+        values = torch.zeros(columns.numel(), dtype=torch.float64, device=self.device)
         count = groups.starts.numel() - 1
         step = 1 if self.mixes_inputs else STEP if self.progress.is_shown else max(1, count)
         for begin in range(0, count, step):

@@ -30,27 +30,20 @@ class ReverseMode(Evaluation):
     @phase("analytical rows")
     @repeats_if_memory_lacks
     def vjp_groups(
-        self,
-        output: Block,
-        groups: native.Groups,
-        columns: Tensor,
-        count: int,
-        values: Tensor,
-        repeated: int,
-        scale: float,
+        self, output: Block, groups: native.Groups, values: Tensor, repeated: int, scale: float
     ) -> native.GradientsMatch:
         """Writes the analytical entries of an output's rows into values: float64, shape (entries,).
 
-        There are `count` groups of rows that share no column, with one VJP each. Each of the first `repeated` groups is
-        run again, with `scale` (plus or minus a power of two) times its cotangent. columns: the column of each entry,
-        int64, shape (entries,).
+        The rows of a group share no column, and take one VJP. Each of the first `repeated` groups is run again, with
+        `scale` (plus or minus a power of two) times its cotangent.
         """
         # With several outputs, backward may get a sum of grad_outputs, which is not expanded.
         expand = len(self.outputs) == 1
         graph = self.vjp_graph()
         match = native.vjp_groups(graph, output.index, self._natives, groups, values, self.n, repeated, scale, expand)
-        self._note_vjps(graph, count + repeated)
-        self.progress.step(count + repeated)
+        vjps = groups.starts.numel() - 1 + repeated
+        self._note_vjps(graph, vjps)
+        self.progress.step(vjps)
         return match
 
     @phase("analytical rows")

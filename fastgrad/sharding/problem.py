@@ -68,8 +68,8 @@ class _Groups:
         )
 
 
-def _sent(groups: native.Groups, positions: Tensor) -> _Groups:
-    return _Groups(groups.coordinates, groups.starts, groups.entries, groups.entry_starts, positions)
+def _sent(groups: native.Groups) -> _Groups:
+    return _Groups(groups.coordinates, groups.starts, groups.entries, groups.entry_starts, groups.positions)
 
 
 @dataclass(frozen=True)
@@ -125,17 +125,15 @@ class PartitionedProblem(Problem):
         return columns
 
     @phase("numerical columns")
-    def difference_groups(
-        self, groups: native.Groups, rows: Tensor, columns: Tensor, eps: float, record_graph: bool
-    ) -> Tensor:
+    def difference_groups(self, groups: native.Groups, columns: Tensor, eps: float, record_graph: bool) -> Tensor:
         """Like `Problem.difference_groups`."""
         count = groups.starts.numel() - 1
         if not self._divides(count):
-            return super().difference_groups(groups, rows, columns, eps, record_graph)
-        values = torch.zeros(rows.numel(), dtype=torch.float64, device=self.device)
-        sent = _sent(groups, rows)
+            return super().difference_groups(groups, columns, eps, record_graph)
+        values = torch.zeros(columns.numel(), dtype=torch.float64, device=self.device)
+        sent = _sent(groups)
         work, store = Work("column groups", (sent, columns, eps, record_graph)), _into_entries(values, sent)
-        self._do(work, (0, count), store, values, rows, columns)
+        self._do(work, (0, count), store, values, groups.positions, columns)
         return values
 
     @phase("analytical columns")
@@ -174,25 +172,20 @@ class PartitionedProblem(Problem):
 
     @phase("analytical rows")
     def vjp_groups(
-        self,
-        output: Block,
-        groups: native.Groups,
-        columns: Tensor,
-        count: int,
-        values: Tensor,
-        repeated: int,
-        scale: float,
+        self, output: Block, groups: native.Groups, values: Tensor, repeated: int, scale: float
     ) -> native.GradientsMatch:
         """As `Problem.vjp_groups`; groups that are run twice are run in this process."""
-        before, head = self.vjps, max(1, repeated)
+        before, head, count = self.vjps, max(1, repeated), groups.starts.numel() - 1
         if self._divides(count - head):
-            sent = _sent(groups, columns)
-            match = super().vjp_groups(output, groups.part(0, head), columns, head, values, repeated, scale)
+            sent = _sent(groups)
+            match = super().vjp_groups(output, groups.part(0, head), values, repeated, scale)
             work = Work("row groups", (output.index, sent, scale))
-            if _is_usual(match) and self._do(work, (head, count), _into_entries(values, sent), values, columns):
+            if _is_usual(match) and self._do(
+                work, (head, count), _into_entries(values, sent), values, groups.positions
+            ):
                 return match
         self.vjps = before
-        return super().vjp_groups(output, groups, columns, count, values, repeated, scale)
+        return super().vjp_groups(output, groups, values, repeated, scale)
 
     def part(self, work: Work, begin: int, end: int) -> Tensor | None:
         """Items begin, ..., end - 1 of some work; None if their gradients are unusual, so that rank 0 computes them."""
@@ -213,7 +206,7 @@ class PartitionedProblem(Problem):
     ) -> Tensor:
         groups = groups.on(self.device)
         part, own = groups.part(begin, end), columns.to(self.device)[groups.entries_of(begin, end)]
-        return super().difference_groups(part, own, own, eps, record_graph)
+        return super().difference_groups(part, own, eps, record_graph)
 
     def _tangents(self, begin: int, end: int) -> Tensor | None:
         columns, match = super().tangent_columns(begin, end - begin)
@@ -228,7 +221,7 @@ class PartitionedProblem(Problem):
         groups = groups.on(self.device)
         part = groups.part(begin, end)
         values = torch.zeros(groups.entries_of(begin, end).numel(), dtype=torch.float64, device=self.device)
-        match = super().vjp_groups(self.outputs[output], part, values, end - begin, values, 0, scale)
+        match = super().vjp_groups(self.outputs[output], part, values, 0, scale)
         return values if _is_usual(match) else None
 
     def _divides(self, items: int) -> bool:
