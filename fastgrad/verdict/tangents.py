@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -167,11 +168,8 @@ def jvps_of_parts(problem: Problem, settings: Settings, u: Tensor) -> Tensor:
 
 def nonlinear_parts(problem: Problem, settings: Settings, u: Tensor) -> Failure | None:
     """The failure if the JVP of u, shape (n,), is not the sum of the JVPs of two parts of u, which are run scaled."""
-
-    def terms() -> Tensor:
-        return torch.cat([-problem.jvp_coordinates(u)[None], jvps_of_parts(problem, settings, u)])
-
-    return _nonlinear_terms(problem, settings, terms, "for a tangent", _OF_PARTS)
+    parts = partial(jvps_of_parts, problem, settings, u)
+    return _nonlinear_terms(problem, settings, u, parts, "for a tangent", _OF_PARTS)
 
 
 @phase("linearity of jvp")
@@ -183,11 +181,8 @@ def nonlinear_in_inputs(problem: Problem, settings: Settings) -> Failure | None:
     if len(problem.inputs) < 2:
         return None
     u = direction(problem.n, settings.seed, TANGENT_STREAM, device=problem.device)
-
-    def terms() -> Tensor:
-        return torch.cat([-problem.jvp_coordinates(u)[None], problem.separate_jvps(u, settings.check_undefined_grad)])
-
-    return _nonlinear_terms(problem, settings, terms, *OF_INPUTS)
+    separate = partial(problem.separate_jvps, u, settings.check_undefined_grad)
+    return _nonlinear_terms(problem, settings, u, separate, *OF_INPUTS)
 
 
 OF_INPUTS = "for tangents of all inputs", "those for the tangent of one input at a time"
@@ -195,14 +190,18 @@ OF_INPUTS = "for tangents of all inputs", "those for the tangent of one input at
 
 
 def _nonlinear_terms(
-    problem: Problem, settings: Settings, terms: Callable[[], Tensor], when: str, addends: str
+    problem: Problem, settings: Settings, u: Tensor, parts: Callable[[], Tensor], when: str, addends: str
 ) -> Failure | None:
-    """The failure if JVPs, of which the first is negated, do not add up to zero.
+    """The failure if the JVP of u, shape (n,), is not the sum of other JVPs.
 
-    If they do not, they run again: if their sum changes, the jvp is not deterministic.
+    If it is not, all of them run again: if the difference changes, the jvp is not deterministic.
 
-    terms: runs them; float64, shape (count, m). when, addends: as for `nonlinear_sum`.
+    parts: runs the others; float64, shape (count, m). when, addends: as for `nonlinear_sum`.
     """
+
+    def terms() -> Tensor:
+        return torch.cat([-problem.jvp_coordinates(u)[None], parts()])
+
     first = terms()
     error, sizes = first.sum(0).abs(), first.abs().sum(0)
     own = settings.loosest()
