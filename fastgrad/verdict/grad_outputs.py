@@ -13,7 +13,6 @@ from fastgrad.core.phases import phase
 from fastgrad.core.random import BATCH_STREAM, TANGENT_STREAM, uniform_like
 from fastgrad.core.tensors import element_index
 from fastgrad.engines.blocks import MAX_CACHED
-from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.failure import Failure, digits_apart
@@ -34,26 +33,21 @@ def check_zero_grad_output(
     if gradients is None:
         gradients = problem.zero_gradients()
     for block, gradient in zip(problem.inputs, gradients, strict=True):
-        if gradient is not None and not native.is_plain_zero(gradient, block.tensor):
-            failure = _other_checks_failure(block, gradient, settings.masked)
-            if failure is not None:
-                return failure
+        if gradient is None or native.is_plain_zero(gradient, block.tensor):
+            continue
+        detail = _layout_difference(gradient, block.tensor)
+        if not detail and not _is_zero(gradient, settings.masked):
+            return Failure.at("not multiplied by grad_output", input=block)
+        for what, found, wanted in (
+            ("type", gradient.dtype, block.tensor.dtype),
+            ("device", gradient.device, block.tensor.device),
+            ("size", tuple(gradient.shape), tuple(block.tensor.shape)),
+        ):
+            if not detail and found != wanted:
+                detail = f"grad is incorrect {what} ({found} is not {wanted})"
+        if detail:
+            return Failure.at("incorrect gradient", input=block, detail=detail)
     return None
-
-
-def _other_checks_failure(block: Block, gradient: Tensor, masked: bool) -> Failure | None:
-    expected = block.tensor
-    detail = _layout_difference(gradient, expected)
-    if not detail and not _is_zero(gradient, masked):
-        return Failure.at("not multiplied by grad_output", input=block)
-    for what, found, wanted in (
-        ("type", gradient.dtype, expected.dtype),
-        ("device", gradient.device, expected.device),
-        ("size", tuple(gradient.shape), tuple(expected.shape)),
-    ):
-        if not detail and found != wanted:
-            detail = f"grad is incorrect {what} ({found} is not {wanted})"
-    return Failure.at("incorrect gradient", input=block, detail=detail) if detail else None
 
 
 def _layout_difference(gradient: Tensor, expected: Tensor) -> str:
