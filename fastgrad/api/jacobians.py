@@ -165,7 +165,7 @@ def analytical_matrix(problem: Problem) -> Tensor:
     matrix = torch.zeros(problem.m, problem.n, dtype=torch.float64, device=problem.device)
     for output, part in row_parts(problem.outputs) if problem.has_graph else ():
         imaginary, elements = part == "imaginary", output.size // output.width
-        rows, _, _ = problem.analytical_rows(output, imaginary, 0, elements, problem.inputs)
+        rows, _, _ = problem.analytical_rows(output, imaginary, 0, elements)
         matrix[output.first + imaginary : output.end : output.width] = rows
     return matrix
 

@@ -440,7 +440,7 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
         return False, ""
 
     def single(first: int, count: int) -> Tensor:
-        return problem.analytical_rows(output, False, first, count, problem.inputs)[0]
+        return problem.analytical_rows(output, False, first, count)[0]
 
     def replay(first: int, count: int) -> Tensor:
         (rows,) = cuda_graph.analytical_rows(problem, output, False, first, [count], problem.inputs)

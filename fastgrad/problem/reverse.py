@@ -54,11 +54,11 @@ class ReverseMode(Evaluation):
         imaginary: bool,
         first: int,
         count: int,
-        inputs: Sequence[Block],
+        inputs: Sequence[Block] | None = None,
         repeated: int = 0,
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor, native.GradientsMatch]:
-        """Rows of the analytical Jacobian of one output, by VJPs with one-hot cotangents.
+        """Rows of the analytical Jacobian of one output and some inputs (None: all), by VJPs with one-hot cotangents.
 
         The cotangents are 1 or, for `imaginary`, 1j at elements first, ..., first + count - 1. The VJPs of the first
         `repeated` are each run again immediately, with `scale` (plus or minus a power of two) times the cotangent.
@@ -66,11 +66,11 @@ class ReverseMode(Evaluation):
         Returns
         -------
         tuple
-            The rows: float64, shape (count, coordinates of all `inputs`); the rows of the second runs, divided by
+            The rows: float64, shape (count, coordinates of these inputs); the rows of the second runs, divided by
             scale: float64, shape (repeated, coordinates); and properties of the gradients.
         """
         natives, graph, size = self._natives, self.vjp_graph(), self.n
-        if len(inputs) < len(natives):
+        if inputs is not None and len(inputs) < len(natives):
             natives = [natives[self.inputs.index(block)] for block in inputs]
             graph = native.Graph(self.graph(), [block.tensor for block in inputs])
             size = sum(block.size for block in inputs)

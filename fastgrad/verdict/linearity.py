@@ -377,9 +377,7 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
                 continue
             part: Part = ("imaginary" if imaginary else "real") if output.is_complex else "all"
             element, *last = one_hot_elements(output.tensor.numel(), settings.seed)
-            rows, again, match = problem.analytical_rows(
-                output, imaginary, element, 1, problem.inputs, repeated=1, scale=REPEAT_SCALE
-            )
+            rows, again, match = problem.analytical_rows(output, imaginary, element, 1, repeated=1, scale=REPEAT_SCALE)
             found[output.first + element * output.width + int(imaginary)] = rows[0]
             failure = partial(Failure.at, output=output, part=part)
             if settings.check_grad_dtypes and not match.dtypes:
@@ -398,7 +396,7 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
                 )
                 return failure("nonlinear", detail=detail), found
             for other in last:
-                rows, _, _ = problem.analytical_rows(output, imaginary, other, 1, problem.inputs)
+                rows, _, _ = problem.analytical_rows(output, imaginary, other, 1)
                 found[output.first + other * output.width + int(imaginary)] = rows[0]
     return None, found
 

@@ -44,9 +44,8 @@ def varying_repeat(problem: Problem, block: JacobianBlock, settings: Settings) -
 def rerun(problem: Problem, block: JacobianBlock) -> tuple[Tensor, Tensor]:
     """The repeated rows of a block, and those from scaled cotangents, run once more: float64, shape (repeated, n)."""
     count = block.repeated.shape[0]
-    rows, repeated, _ = problem.analytical_rows(
-        block.output, block.part == "imaginary", block.first_row, count, problem.inputs, count, REPEAT_SCALE
-    )
+    places = block.output, block.part == "imaginary", block.first_row, count
+    rows, repeated, _ = problem.analytical_rows(*places, repeated=count, scale=REPEAT_SCALE)
     return rows, repeated
 
 
@@ -205,9 +204,7 @@ def varying_row(problem: Problem, settings: Settings, rows_per_block: int) -> Fa
 
 def rows_vary(problem: Problem, output: Block, part: Part, first: int, count: int, nondet_tol: float) -> bool:
     """Whether two runs with the same one-hot cotangents differ by more than nondet_tol, as in torch's checker."""
-    rows, again, match = problem.analytical_rows(
-        output, part == "imaginary", first, count, problem.inputs, repeated=count
-    )
+    rows, again, match = problem.analytical_rows(output, part == "imaginary", first, count, repeated=count)
     if match.repeats:
         return False
     return any(
