@@ -147,13 +147,15 @@ class PairComparison:
     """Compares the two Jacobians of one output with respect to one input, block by block.
 
     In reverse mode a block has one row per element of the output and one column per coordinate of the input; in forward
-    mode it has one row per element of the input and one column per coordinate of the output.
+    mode it has one row per element of the input and one column per coordinate of the output. group_of: returns the
+    column group of each coordinate; columns of a group share no row. None: no groups are known.
     """
 
     output: Block
     input: Block
     tolerances: Tolerances
     mode: Mode = "reverse"
+    group_of: Callable[[Tensor], Tensor] | None = None
     entries: int = 0
     mismatches: int = 0
     worst: Entry | None = None
@@ -298,12 +300,15 @@ class PairComparison:
         places = coordinates(self.input, inputs, forward), coordinates(self.output, outputs, not forward)
         return Suspects(self.output, self.input, self.tolerances, *places, analytical, numerical)
 
-    def groups(self, elements: Tensor) -> Tensor:
-        """For each element of the input, the number of its group: int64, shape (elements,).
+    def groups(self, suspects: Suspects) -> Tensor:
+        """For each suspect, the number of the group of its input element: int64, shape (entries,).
 
         The elements of a group may be perturbed together: if an output and an element of the group have an entry that
         differs, this output depends, at eps, on no other element of the group.
         """
+        if self.group_of is not None:
+            return self.group_of(suspects.inputs[:, 0])
+        elements = suspects.input_elements
         if self.has_many_dependents:
             return elements
         sides = [torch.cat(side) for side in zip(*self.dependent, strict=True)]

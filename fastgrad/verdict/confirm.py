@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -307,16 +307,10 @@ def entries_failure(
 
 
 def _worst_remeasured(
-    problem: Problem,
-    plan: Plan,
-    pair: PairComparison,
-    suspects: Suspects,
-    settings: Settings,
-    findings: Findings,
-    group_of: Callable[[Tensor], Tensor] | None,
+    problem: Problem, plan: Plan, pair: PairComparison, suspects: Suspects, settings: Settings, findings: Findings
 ) -> tuple[RemeasuredEntry | None, tuple[Entry, ...]]:
     """An entry that differs at eps and also after re-measuring, if any; and the worst entries."""
-    groups = pair.groups(suspects.input_elements) if group_of is None else group_of(suspects.inputs[:, 0])
+    groups = pair.groups(suspects)
     remeasured = not_finite(problem, plan.record_graph, suspects)
     measured = torch.zeros_like(groups, dtype=torch.bool)
     if remeasured is None:
@@ -359,10 +353,10 @@ def pattern_mismatch(
         if part != "all":
             chosen &= rows % 2 == int(part == "imaginary")
         elements = rows[chosen][:: block.width] // output.width, columns[chosen][:: block.width] // block.width
-        pair = PairComparison(output, block, settings.of(block.index), mode)
+        pair = PairComparison(output, block, settings.of(block.index), mode, compression.column_groups_of)
         along = elements if mode == "reverse" else reversed(elements)
         pair.add_entries(analytical[within][chosen], numerical[within][chosen], *along)
-        failure = mismatch_failure(problem, plan, pair, part, settings, findings, compression.column_groups_of)
+        failure = mismatch_failure(problem, plan, pair, part, settings, findings)
         if failure is not None:
             return failure
     return None
@@ -391,25 +385,16 @@ def _with_worst(
 
 
 def mismatch_failure(
-    problem: Problem,
-    plan: Plan,
-    pair: PairComparison,
-    part: Part,
-    settings: Settings,
-    findings: Findings,
-    group_of: Callable[[Tensor], Tensor] | None = None,
+    problem: Problem, plan: Plan, pair: PairComparison, part: Part, settings: Settings, findings: Findings
 ) -> Failure | None:
-    """The failure of a pair, if an entry that differs at eps also differs after re-measuring.
-
-    group_of: returns the column group of each coordinate; columns of a group share no row. None: no groups are known.
-    """
+    """The failure of a pair, if an entry that differs at eps also differs after re-measuring."""
     if not pair.mismatches:
         findings.add_pair(pair.pair(part, agrees=True))
         return None
     remeasured: RemeasuredEntry | None = None
     worst: tuple[Entry, ...] = ()
     if pair.failing:
-        remeasured, worst = _worst_remeasured(problem, plan, pair, pair.suspects(part), settings, findings, group_of)
+        remeasured, worst = _worst_remeasured(problem, plan, pair, pair.suspects(part), settings, findings)
         if remeasured is None and not pair.unspecified:
             findings.notes.append(
                 f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
