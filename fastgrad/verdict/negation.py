@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -33,13 +31,11 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
     a component is not zero, `locate` finds the responsible element of the vector, with two products per call.
     """
 
-    def products(factors: Tensor) -> Tensor:
-        return (problem.jvps_of(factors[None]) if mode == "forward" else problem.vjp(factors[None]))[0]
-
     def even(factors: Tensor) -> Tensor:
-        return products(factors) + products(-factors)
+        one, other = _products(problem, mode, factors)
+        return one + other
 
-    plus, minus = products(vector), products(-vector)
+    plus, minus = _products(problem, mode, vector)
     not_finite_once = (plus.isfinite() & ~minus.isfinite()).nonzero()
     if not_finite_once.numel():
         return _not_finite(problem, mode, int(not_finite_once[0]), plus, minus)
@@ -49,7 +45,7 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
         if not sizes[component] > settings.atol / 2 + settings.nondet_tol:
             break
         element = locate(lambda part, c=component: even(part)[c].item(), vector, sums[component].item())  # type: ignore[misc]
-        failure = _element_failure(problem, settings, mode, element, component, products)
+        failure = _element_failure(problem, settings, mode, element, component)
         if failure is not None:
             return failure
     return None
@@ -73,18 +69,17 @@ def _not_finite(problem: Problem, mode: Mode, component: int, plus: Tensor, minu
     return nonlinear_component(mode, block, component, when, f"{plus[component].item():.6g}", but)
 
 
-def _element_failure(
-    problem: Problem,
-    settings: Settings,
-    mode: Mode,
-    element: int,
-    component: int,
-    products: Callable[[Tensor], Tensor],
-) -> Failure | None:
+def _products(problem: Problem, mode: Mode, vector: Tensor) -> tuple[Tensor, Tensor]:
+    """The products of a vector and of the negated vector."""
+    run = problem.jvps_of if mode == "forward" else problem.vjp
+    return run(vector[None])[0], run(-vector[None])[0]
+
+
+def _element_failure(problem: Problem, settings: Settings, mode: Mode, element: int, component: int) -> Failure | None:
     """The failure if negating a one-hot vector does not negate a component of its VJP or JVP."""
     one_hot = torch.zeros(problem.n if mode == "forward" else problem.m, dtype=torch.float64, device=problem.device)
     one_hot[element] = 1.0
-    plus, minus = (products(factors)[component].item() for factors in (one_hot, -one_hot))
+    plus, minus = (product[component].item() for product in _products(problem, mode, one_hot))
     row, column = (component, element) if mode == "forward" else (element, component)
     output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)
     own = settings.of(block.index)
