@@ -50,6 +50,10 @@ error: magnitudes of components are in [0.5, 1.5), and the factor of the second 
 """
 
 
+_OF_TERMS = "for a sum of tangents", "those of its terms"
+"""When a JVP is compared with others, and the latter, for messages, as `OF_INPUTS`."""
+
+
 @phase("forward-mode screen")
 def screen_forward(problem: Problem, settings: Settings, rows: Tensor | None = None) -> Screening:
     """The verdict on all Jacobians in forward mode: J u against its difference, output by output.
@@ -257,7 +261,7 @@ class _ForwardScreen:
             return torch.cat([-whole[None], problem.separate_jvps(u, undefined=False)])
 
         found = terms(tangent)
-        failure = self._sum_failure(found, lambda: terms(problem.jvp_coordinates(u)), u, *OF_INPUTS)
+        failure = self._sum_failure(found, lambda: terms(problem.jvp_coordinates(u)), u, OF_INPUTS)
         if failure is None or failure.kind != "nonlinear":
             return failure
         row = int(found.sum(0).abs().nan_to_num(torch.inf).argmax())
@@ -302,19 +306,14 @@ class _ForwardScreen:
         return self._sum_failure(terms(tangent), lambda: terms(self._problem.jvp_coordinates(u)), u)
 
     def _sum_failure(
-        self,
-        terms: Tensor,
-        repeat: Callable[[], Tensor],
-        u: Tensor,
-        when: str = "for a sum of tangents",
-        addends: str = "those of its terms",
+        self, terms: Tensor, repeat: Callable[[], Tensor], u: Tensor, texts: tuple[str, str] = _OF_TERMS
     ) -> Failure | None:
         """The failure if terms, shape (count, m), do not add up to zero: JVPs of tangents, times their factors.
 
         The first term must be the negated sum of the others. If the terms add up to zero within their tolerance, but
         not up to rounding, they are computed again by `repeat`, because one of the JVPs may have been wrong only once.
         If they do not change, an entry may be wrong for tangents of one sign. This searches for such an entry in the
-        JVP of u, shape (n,), and notes the error that may be hidden if none is found. when, addends: for the message.
+        JVP of u, shape (n,), and notes the error that may be hidden if none is found. texts: as `OF_INPUTS`.
         """
         error, sizes = terms.sum(0).abs(), terms.abs().sum(0)
         # Terms that are not finite, or near overflow, are left out: they are compared with differences. But if only one
@@ -334,6 +333,6 @@ class _ForwardScreen:
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             numbers = -terms[0, row].item(), terms[1:, row].sum().item()
-            return nonlinear_sum("forward", block_with(self._problem.outputs, row), row, when, addends, *numbers)
+            return nonlinear_sum("forward", block_with(self._problem.outputs, row), row, *texts, *numbers)
         self._nonlinear = max(self._nonlinear, float(torch.where(doubtful, error, 0.0).amax()) / SMALLEST_SHARE)
         return negation_failure(self._problem, self._settings, "forward", u)
