@@ -147,6 +147,10 @@ class Derivatives:
     sizes: None = None
 
 
+def properties_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape
+
+
 def visit_outputs(
     result: Any, outputs: Sequence[OutputSpec], visit: Callable[[int, Tensor, slice], None]
 ) -> tuple[int, Any] | None:
@@ -154,11 +158,7 @@ def visit_outputs(
     found, offset = result if isinstance(result, tuple | list) else (result,), 0
     for o, (position, like) in enumerate(outputs):
         value = found[position] if position < len(found) else None
-        if not isinstance(value, Tensor) or (value.dtype, value.shape, value.device) != (
-            like.dtype,
-            like.shape,
-            like.device,
-        ):
+        if not isinstance(value, Tensor) or properties_of(value) != properties_of(like):
             return o, value
         size = coordinate_count(like)
         visit(o, value, slice(offset, offset + size))

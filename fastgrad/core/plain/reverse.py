@@ -20,6 +20,7 @@ from fastgrad.core.plain.evaluator import (
     check_memory,
     check_storage,
     count_as_written,
+    properties_of,
     reused,
     with_domain_of,
 )
@@ -255,8 +256,8 @@ def is_plain_zero(gradient: Tensor, input: Tensor) -> bool:
     usual = gradient.layout == torch.strided and gradient.dtype == torch.float64 and gradient.device.type == "cpu"
     if not usual or gradient.numel() > 1024 or is_dispatched_to_python(gradient) or gradient.is_neg():
         return False
-    alike = (gradient.dtype, gradient.device, gradient.shape) == (input.dtype, input.device, input.shape)
-    return alike and gradient.is_contiguous() and not hidden_from_autograd(torch.count_nonzero)(gradient).item()
+    alike = properties_of(gradient) == properties_of(input) and gradient.is_contiguous()
+    return alike and not hidden_from_autograd(torch.count_nonzero)(gradient).item()
 
 
 @hidden_from_autograd
