@@ -220,12 +220,8 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
         plan, failure = _exact(problem, settings, findings)
     if failure is None and problem.has_graph:
         failure = other_checks_failure(problem, settings, findings)
-    if (
-        (failure is None or failure.kind == "mismatch")
-        and problem.has_graph
-        and backward is not None
-        and torch.is_grad_enabled()
-    ):
+    records = problem.has_graph and torch.is_grad_enabled()
+    if backward is not None and records and (failure is None or failure.kind == "mismatch"):
         failure = check_recorded_gradients(problem, settings) or failure
         if failure is None:
             failure = check_new_grad_outputs(problem, settings, backward)

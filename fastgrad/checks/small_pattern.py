@@ -128,11 +128,8 @@ def entries_agree(check: SmallCheck, pattern: SmallPattern) -> bool:
     compression = pattern.compression
     analytical = gradients[pattern.row_groups, compression.columns]
     errors = _errors(check.settings, pattern, gradients, numerical)
-    if (
-        errors is not None
-        and sums_agree(check, weighted=False)
-        and _sums_are_explained(check, pattern, gradients, analytical)
-    ):
+    sums_are_right = errors is not None and sums_agree(check, weighted=False)
+    if sums_are_right and _sums_are_explained(check, pattern, gradients, analytical):
         check.errors, check.pattern = errors, pattern
         return True
     _repeat_what_differs(check, pattern, numerical if errors is None else None)
@@ -307,11 +304,9 @@ def _sums_are_explained(check: SmallCheck, pattern: SmallPattern, gradients: Ten
     allowed = max(negligible, NOISE_MARGIN * largest(differences.noise) + rounding * largest(problem.base()))
     along = differences.directions, differences.derivatives
     of_func = native.explained_sums(analytical, columns, rows, *along, allowed, 0.0)
-    if (
-        of_func is None
-        or not of_func <= LARGEST_SHARE * settings.atol
-        or not _explains_look(check, analytical, columns, rows)
-    ):
+    if of_func is None or not of_func <= LARGEST_SHARE * settings.atol:
+        return False
+    if not _explains_look(check, analytical, columns, rows):
         return False
     rounding = sum_rounding(compression.pattern.most_in_column, problem.unit_roundoff)
     count = pattern.row_group_count
