@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from fastgrad.engines.compressed import Compression
 from fastgrad.engines.executor import RejectedError
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
-from fastgrad.report.data import Plan
+from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Failure, Part
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
@@ -47,6 +48,7 @@ class _Entries:
 
     _of_backward: AnalyticalCertificate
     _of_jvp: TangentCertificate | None
+    _statistics: list[float]
 
     def __init__(
         self,
@@ -123,7 +125,8 @@ class _Entries:
         # each of its coordinates is at most 2^-1/2 times the tolerance.
         share = 1.0 if len(domains) == 1 else 2**-0.5
         tolerances = settings.atol * share, settings.rtol * share
-        return bool(ops.compare(*entries, *tolerances, domains == {True}, False)[0])
+        self._statistics = ops.compare(*entries, *tolerances, domains == {True}, False).tolist()
+        return bool(self._statistics[0])
 
     def _confirmed_mismatch(self, may_be_sums: bool = False) -> Failure | None:
         """The failure of entries that differ; None if they differ only by added entries from outside the pattern.
@@ -213,9 +216,24 @@ class _Entries:
 
     def _record_pairs(self) -> None:
         """Records the comparison of each output and input, all of whose entries agree."""
-        if not self.findings.pairs:  # otherwise, some entries differed at eps, and all pairs have been recorded
-            entries = self.compression, self._of_backward.values, self.numerical
-            pattern_mismatch(self._problem, self.plan, *entries, self._settings, self.findings)
+        if self.findings.pairs:
+            return  # some entries differed at eps, so all pairs were compared one by one
+        compression, own = self.compression, (self._settings.atol, self._settings.rtol)
+        is_only_pair = len(self._problem.inputs) == len(self._problem.outputs) == 1
+        for output, block in itertools.product(self._problem.outputs, self._problem.inputs):
+            if compression.leaves_out_pair(output, block):
+                continue
+            within = compression.entries_of(output)
+            columns = compression.columns[within]
+            chosen = (columns >= block.first) & (columns < block.end)
+            statistics = self._statistics  # of all entries
+            if not is_only_pair:
+                found, wanted = (values[within][chosen][None] for values in (self._of_backward.values, self.numerical))
+                statistics = ops.compare(found, wanted, *own, block.is_complex, False).tolist()
+            places = output.index, block.index, output.position, block.position
+            largest = max(0.0, statistics[4]), max(0.0, statistics[5])
+            count = int(chosen.sum()) // block.width
+            self.findings.add_pair(Pair(*places, "all", "reverse", count, 0, True, *largest, True))
 
 
 class PatternVerdict(_Entries):

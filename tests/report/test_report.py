@@ -119,14 +119,13 @@ def test_pairs_of_the_compressed_engine(dtype: torch.dtype) -> None:
     x, w = uniform(40, dtype=dtype), uniform(40, dtype=dtype)
     report = run(torch.mul, x, w, engine="compressed")
     dense = run(torch.mul, x, w, engine="dense")
-    parts = ("imaginary", "real") if dtype.is_complex else ("all",)
-    places = [(pair.input, pair.part, pair.entries) for pair in report.pairs]
-    assert places == [(i, part, 40) for part in parts for i in (0, 1)]
+    parts = 2 if dtype.is_complex else 1
+    assert [(pair.input, pair.part, pair.entries) for pair in report.pairs] == [(i, "all", 40 * parts) for i in (0, 1)]
     assert all(pair.on_pattern for pair in report.pairs)
-    for pair, expected in zip(report.pairs, dense.pairs, strict=True):
-        assert (pair.input, pair.part) == (expected.input, expected.part)
+    for i in (0, 1):
         for name in ("largest_absolute", "largest_relative"):
-            assert getattr(pair, name) == pytest.approx(getattr(expected, name), rel=1e-12)
+            expected = max(getattr(pair, name) for pair in dense.pairs if pair.input == i)
+            assert getattr(report.pairs[i], name) == pytest.approx(expected, rel=1e-12)
     bounds = {certificate.claim: certificate.bound for certificate in report.certificates}
     assert set(bounds) == {
         "the numerical entries outside the sparsity pattern are zero",
@@ -135,7 +134,7 @@ def test_pairs_of_the_compressed_engine(dtype: torch.dtype) -> None:
     assert all(0 < bound <= report.settings.atol for bound in bounds.values())
 
 
-def test_a_single_pair_has_the_numbers_of_the_dense_engine() -> None:
+def test_a_single_pair_takes_the_comparison_that_was_made() -> None:
     x = uniform(400)
     (pair,) = run(torch.exp, x, engine="compressed").pairs
     (dense,) = run(torch.exp, x, engine="dense").pairs
