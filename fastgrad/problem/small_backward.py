@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 from torch import Tensor
@@ -25,8 +26,15 @@ class SmallBackward:
         self.is_custom, self.device, self.unit_roundoff = problem.is_custom, problem.device, problem.unit_roundoff
         self.n, self.m, self.vjps = problem.n, problem.m, vjps
         self.mutates_inputs = problem.evaluator.mutates_inputs
-        self.inputs = _blocks(problem.inputs, problem.graph.inputs)
-        self.outputs = _blocks(problem.outputs, problem.graph.outputs)
+
+    # Most checks need neither.
+    @cached_property
+    def inputs(self) -> tuple[Block, ...]:
+        return _blocks(self._problem.inputs, self._problem.graph.inputs)
+
+    @cached_property
+    def outputs(self) -> tuple[Block, ...]:
+        return _blocks(self._problem.outputs, self._problem.graph.outputs)
 
     def vjps_of(
         self, cotangents: Tensor, only: Sequence[int], layouts: Sequence[int] = ()

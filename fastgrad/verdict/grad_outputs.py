@@ -124,20 +124,20 @@ def _allclose(left: Tensor | None, right: Tensor | None) -> bool:
 @phase("batched gradients")
 def batched_failure(graph: native.Graph, problem: Problem | SmallBackward, settings: Settings) -> Failure | None:
     """The failure if a VJP of an output under vmap raises, or differs from single VJPs; BATCH + 1 VJPs per output."""
-    problem.vjps += (BATCH + 1) * len(problem.outputs)
-    for number, (output, tensor) in enumerate(zip(problem.outputs, graph.outputs, strict=True)):
+    problem.vjps += (BATCH + 1) * len(graph.outputs)
+    for number, tensor in enumerate(graph.outputs):
         vectors = batch_vectors(tensor, settings.seed)
         single = [graph.vjp_of_one(number, vector) for vector in vectors.unbind()]
         try:
             # A copy, because a backward may write into grad_output, and may return it as a gradient.
             batched = native.vectorized_vjp(graph, number, vectors.clone())
         except RuntimeError as error:
-            return Failure.at("batched raises", output, detail=str(error), cause=error)
+            return Failure.at("batched raises", problem.outputs[number], detail=str(error), cause=error)
         if not native.are_close(batched, single):
             for block, *gradients in zip(problem.inputs, batched, *single, strict=True):
                 detail = _difference(*gradients)
                 if detail is not None:
-                    return Failure.at("batched differs", output, block, detail=detail)
+                    return Failure.at("batched differs", problem.outputs[number], block, detail=detail)
     return None
 
 
