@@ -150,11 +150,16 @@ def _checked(step: Step, settings: Settings, limit: int, start: float) -> ModelR
     findings += [_with_suspect(one, operations) for one in experiments.findings]
     if end_to_end.verdict != "wrong":
         remarks += _harmless(recorder, step, findings)
-    whole = replace(end_to_end, evaluations=step.evaluations)
-    said = tuple(dict.fromkeys(remarks + experiments.remarks))
-    undecided = tuple(dict.fromkeys([*experiments.undecided, *_not_run(step)]))
-    times = step_seconds, time.perf_counter() - start
-    return ModelReport(tuple(findings), tuple(operations), whole, said, *times, environment(device), undecided)
+    return ModelReport(
+        tuple(findings),
+        tuple(operations),
+        replace(end_to_end, evaluations=step.evaluations),
+        tuple(dict.fromkeys(remarks + experiments.remarks)),
+        step_seconds,
+        time.perf_counter() - start,
+        environment(device),
+        tuple(dict.fromkeys([*experiments.undecided, *_not_run(step)])),
+    )
 
 
 def _whole(

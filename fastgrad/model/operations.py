@@ -119,10 +119,14 @@ def _checked(
         report = _report(func, _next_to(leaves, settings), settings, scale)
     verdict = _VERDICTS.get(report.verdict, "undecided")
     said = "" if verdict == "right" else str(report).partition("\n")[0]
-    detail = "; ".join(filter(None, (said, fewer and ON_FEWER_ROWS, AT_KINK if is_at_kink else "")))
-    operation = replace(operation, verdict=verdict, detail=detail, report=report)
-    evaluations, vjps = operation.evaluations + report.evaluations, operation.vjps + report.vjps
-    return replace(operation, evaluations=evaluations, vjps=vjps)
+    return replace(
+        operation,
+        verdict=verdict,
+        detail="; ".join(filter(None, (said, fewer and ON_FEWER_ROWS, AT_KINK if is_at_kink else ""))),
+        evaluations=operation.evaluations + report.evaluations,
+        vjps=operation.vjps + report.vjps,
+        report=report,
+    )
 
 
 def _fewer_rows(
@@ -150,8 +154,16 @@ def _fewer_rows(
 
 def _report(func: Callable[..., Any], leaves: list[Tensor], settings: Settings, scale: float) -> Report:
     """The report of a check in fast mode; scale: the size of typical entries, by which atol is multiplied."""
-    numbers: Any = {"eps": settings.eps, "atol": settings.atol * scale, "rtol": settings.rtol, "seed": settings.seed}
-    return check(func, tuple(leaves), fast_mode=True, check_undefined_grad=False, **numbers)
+    return check(
+        func,
+        tuple(leaves),
+        fast_mode=True,
+        eps=settings.eps,
+        atol=settings.atol * scale,
+        rtol=settings.rtol,
+        seed=settings.seed,
+        check_undefined_grad=False,
+    )
 
 
 def _next_to(leaves: list[Tensor], settings: Settings) -> list[Tensor]:

@@ -26,7 +26,8 @@ _NO_SUCH_DERIVATIVE = (
     *("not implemented", "marked with @once_differentiable", "must override the setup_context"),
     *("does not require grad", "no output that requires grad", "with an output that requires grad"),
     *("does not support forward", "forward AD", "must implement the jvp function"),
-    *("functions with out=... arguments don't support", "torch.func.{grad, vjp, jacrev, hessian} don't yet support"),
+    "functions with out=... arguments don't support",
+    "torch.func.{grad, vjp, jacrev, hessian} don't yet support",
     *("vmap over", "vmap: ", "incompatible with vmap", "generate_vmap_rule"),
 )
 """Phrases of exceptions that mean that a kind of derivative does not exist."""
