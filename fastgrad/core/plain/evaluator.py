@@ -406,15 +406,21 @@ class Evaluator:
     ) -> tuple[Changed | None, bool]:
         domains_match = True
         zeros = [torch.zeros_like(tangent, memory_format=torch.contiguous_format) for tangent in tangents]
-        for j, column in enumerate(columns, first):
-            block = self._block_of(j)
+        for j, column in enumerate(columns):
+            block = self._block_of(first + j)
             b = self._blocks.index(block)
-            ops.perturb_coordinate_(tangents[b], zeros[b], j - block.first, 1, 1.0, 0.0)
-            changed, match = _visit_tangents(self.evaluate_at(duals), outputs, column)
-            hidden_from_autograd(tangents[b].zero_)()  # func may have changed the tangent together with its input
-            domains_match = domains_match and match
-            if changed:
-                return (j, *changed), domains_match
+
+            def set_tangent(sign: int, b: int = b, coordinate: int = first + j - block.first) -> None:
+                if self.mutates_inputs:  # func changed the tangent together with its input
+                    hidden_from_autograd(tangents[b].zero_)()
+                ops.perturb_coordinate_(tangents[b], zeros[b], coordinate, sign, 1.0, 0.0)
+
+            with self._restoring(set_tangent, 0):
+                set_tangent(1)
+                changed, match = _visit_tangents(self.evaluate_at(duals), outputs, column)
+                domains_match = domains_match and match
+                if changed:
+                    return (first + j, *changed), domains_match
         return None, domains_match
 
     def jvps(
