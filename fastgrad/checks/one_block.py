@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -14,11 +14,9 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, row_parts
 from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, HALVED
 from fastgrad.engines.plan import is_one_block, most_vectorized_rows
-from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Pair
-from fastgrad.report.failure import Mode
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.linearity import linear_backward, linearity_cotangents
@@ -155,33 +153,20 @@ def agrees(problem: Problem, settings: Settings, backward: WholeBackward, column
     inputs = [
         (block.size, block.is_complex, one.atol, one.rtol) for block, one in zip(problem.inputs, own, strict=True)
     ]
-    errors = []
+    pairs = []
     for (output, part), found in zip(row_parts(problem.outputs), backward.parts, strict=True):
         match = found.match
         if not (match.repeats and match.sizes and (match.dtypes or not settings.check_grad_dtypes)):
             return False
         first = output.first + int(part == "imaginary")
-        largest = largest_errors(found.rows, columns, first, output.width, inputs)
-        if largest is None:
+        errors = largest_errors(found.rows, columns, first, output.width, inputs)
+        if errors is None:
             return False
-        errors.append(largest)
-    findings.pairs += agreeing_pairs(problem.outputs, problem.inputs, errors, "reverse")
+        for block, own_errors in zip(problem.inputs, errors, strict=True):
+            entries = output.tensor.numel() * block.tensor.numel()
+            places = output.index, block.index, output.position, block.position
+            pairs.append(Pair(*places, part, "reverse", entries, 0, True, *own_errors, False))
+    findings.pairs += pairs
     if problem.m > 1:
         findings.certificates.append(linear_backward(GRAD_OUTPUT_KINDS, settings.atol))
     return True
-
-
-def agreeing_pairs(
-    outer: Sequence[Block], inner: Sequence[Block], errors: Sequence[Sequence[tuple[float, float]]], mode: Mode
-) -> Iterator[Pair]:
-    """Yields the pairs of outputs and inputs, by part of the outer side, which are the outputs in reverse mode.
-
-    errors: by part, and by tensor of the inner side, the largest absolute and relative error; empty: nothing was
-    compared.
-    """
-    for (one, part), of_part in zip(row_parts(outer) if errors else (), errors, strict=True):
-        for other, largest in zip(inner, of_part, strict=True):
-            output, input_ = (one, other) if mode == "reverse" else (other, one)
-            entries = output.tensor.numel() * input_.tensor.numel()
-            places = output.index, input_.index, output.position, input_.position
-            yield Pair(*places, part, mode, entries, 0, True, *largest, False)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from fastgrad.checks.one_block import agreeing_pairs
 from fastgrad.core.native import Derivatives, SmallProblem
 from fastgrad.engines import cost_model
+from fastgrad.engines.blocks import row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import KnownLook
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Pair, Plan
+from fastgrad.report.failure import Mode
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 
@@ -133,12 +135,26 @@ class SmallCheck(Findings):
         """The pairs whose entries were all compared, for a check that passed; empty if only sums were compared."""
         backward = SmallBackward(self.problem, self.vjps)
         inputs, outputs = backward.inputs, backward.outputs
-        forward = list(agreeing_pairs(inputs, outputs, self.tangent_errors or (), "forward"))
+        forward = list(_pairs(inputs, outputs, self.tangent_errors, "forward"))
         forward.sort(key=lambda pair: (pair.part == "real", pair.output, pair.input))
-        reverse = agreeing_pairs(outputs, inputs, self.errors or (), "reverse")
+        reverse = _pairs(outputs, inputs, self.errors, "reverse")
         if self.pattern is not None:
             entries_between = self.pattern.entries_between
             return [
                 pair._replace(entries=entries_between(pair.output, pair.input), on_pattern=True) for pair in reverse
             ]
         return [*reverse, *forward]
+
+
+def _pairs(
+    outer: Sequence[Block], inner: Sequence[Block], errors: list[list[tuple[float, float]]] | None, mode: Mode
+) -> Iterator[Pair]:
+    """Yields what was compared, by part of the outer side (outputs in reverse mode) and by tensor of the inner side."""
+    if errors is None:
+        return
+    for (one, part), of_part in zip(row_parts(outer), errors, strict=True):
+        for other, largest in zip(inner, of_part, strict=True):
+            output, input_ = (one, other) if mode == "reverse" else (other, one)
+            entries = output.tensor.numel() * input_.tensor.numel()
+            places = output.index, input_.index, output.position, input_.position
+            yield Pair(*places, part, mode, entries, 0, True, *largest, False)
