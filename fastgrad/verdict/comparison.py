@@ -423,7 +423,7 @@ def spans(elements: Tensor, shape: Sequence[int]) -> tuple[Span, ...]:
     """
     found = []
     for size, index in zip(shape, element_index(elements, shape), strict=True):
-        places = index.bincount().nonzero().reshape(-1)
+        places = torch.unique(index)
         count, first, last = places.numel(), int(places[0]), int(places[-1])
         step = (last - first) // (count - 1) if count > 1 else 1
         regular = bool((places.diff() == step).all())
