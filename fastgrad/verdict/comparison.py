@@ -422,14 +422,17 @@ def spans(elements: Tensor, shape: Sequence[int]) -> tuple[Span, ...]:
         Numbers of the elements in C order: int64, shape (elements,), at least one.
     """
     found = []
-    for size, index in zip(shape, element_index(elements, shape), strict=True):
-        places = torch.unique(index)
+    for size in reversed(shape):
+        taken = torch.zeros(size, dtype=torch.bool, device=elements.device)
+        taken[elements % size] = True
+        elements = elements // size
+        places = taken.nonzero().reshape(-1)
         count, first, last = places.numel(), int(places[0]), int(places[-1])
         step = (last - first) // (count - 1) if count > 1 else 1
         regular = bool((places.diff() == step).all())
         few = tuple(places.tolist()) if count <= FEW_PLACES else ()
         found.append(Span(size, count, first, last, step if regular else None, few))
-    return tuple(found)
+    return tuple(reversed(found))
 
 
 def _entry(coordinates: Tensor) -> complex:
