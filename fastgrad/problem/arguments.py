@@ -70,26 +70,30 @@ def _dataclass_children(value: Any) -> Children:
     return [(f".{name}", getattr(value, name)) for name in names], make
 
 
-def check_has_no_cycle(path: str, value: Any, around: Mapping[int, str] | None = None) -> None:
-    """Raises a ValueError if a container in a nested value contains itself.
-
-    path: of the value, in the message. around: the containers around the value: their ids, with their paths.
-    """
-    paths = {**(around or {}), id(value): path}
-    for step, child in _containers_in(value):
-        if id(child) in paths:
-            name = next(iter(paths.values()))
+def check_has_no_cycle(name: str, value: Any) -> None:
+    """Raises a ValueError if a container in a nested value contains itself; name: of the value, in the message."""
+    names = {id(value): name}  # of the containers around the current one
+    around: list[tuple[Any, str, Iterator[tuple[str, Any]]]] = [(value, name, _steps(value))]
+    while around:
+        _, path, steps = around[-1]
+        step, child = next(steps, (None, None))
+        if step is None:
+            around.pop()
+            names.popitem()
+        elif id(child) in names:
             raise ValueError(
-                f"{name} must not have a container inside itself, but {path + step} is {paths[id(child)]}."
+                f"{name} must not have a container inside itself, but {path + step} is {names[id(child)]}."
             ) from None  # not from the RecursionError that it explains
-        check_has_no_cycle(path + step, child, paths)
+        else:
+            around.append((child, path + step, _steps(child)))
+            names[id(child)] = path + step
 
 
-def _containers_in(value: Any) -> list[tuple[str, Any]]:
+def _steps(value: Any) -> Iterator[tuple[str, Any]]:
     """The containers directly inside a container, with their paths."""
     held = None if isinstance(value, Tensor) else _children_of(value)
     children = [] if held is None else held[0]
-    return [each for each in children if not isinstance(each[1], Tensor) and _children_of(each[1]) is not None]
+    return (each for each in children if not isinstance(each[1], Tensor) and _children_of(each[1]) is not None)
 
 
 def check_callable(func: object) -> None:
