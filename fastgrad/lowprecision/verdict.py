@@ -77,9 +77,15 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
     """Compares the VJPs of all probes, records the result in the outcome and returns the comparison."""
     comparison = Comparison(problem, products, probes)
     ratio, coordinate = comparison.forward()
-    products_compared, entries = comparison.low.shape[0], comparison.low.numel()
-    outcome.note(products=products_compared, rows=probes.text, entries=entries, draws=comparison.draws)
-    outcome.note(forward=ratio, out_of_range=comparison.out_of_range, rounded_once=comparison.once)
+    outcome.note(
+        products=int(probes.cotangents.shape[0]),
+        rows=probes.text,
+        entries=comparison.low.numel(),
+        draws=comparison.draws,
+        forward=ratio,
+        out_of_range=comparison.out_of_range,
+        rounded_once=comparison.once,
+    )
     if ratio > 1:
         _forwards_differ(comparison, coordinate, ratio, outcome)
     judges = _judge_entries, _judge_common_errors, _judge_beyond_range, _state_the_smallest
