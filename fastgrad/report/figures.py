@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,25 +113,35 @@ def panels_of(report: ReportData) -> list[Panel]:
     panels = []
     entries, failure = entries_of(report), report.failure
     if failure is not None and entries is not None and entries.error.size:
-        names = messages.names_of(report, failure)
-        caption = (
-            "Entries of the Jacobian by output element and input element, both in C order. Each cell shows its "
-            f"largest ratio of error to tolerance. {_sampled(report, entries)}"
+        panels.append(
+            Panel(
+                "Errors by position",
+                "Entries of the Jacobian by output element and input element, both in C order. Each cell shows its "
+                f"largest ratio of error to tolerance. {_sampled(report, entries)}",
+                (6.4, 5.9),
+                lambda axes: _draw_map(axes, entries, messages.names_of(report, failure)),
+            )
         )
-        panels.append(Panel("Errors by position", caption, (6.4, 5.9), lambda axes: _draw_map(axes, entries, names)))
-        caption = (
-            "The error of each entry against its tolerance, atol + rtol |numerical|. Entries above the line fail. "
-            "Errors of zero are on the lower edge."
+        panels.append(
+            Panel(
+                "Errors and tolerances",
+                "The error of each entry against its tolerance, atol + rtol |numerical|. Entries above the line "
+                "fail. Errors of zero are on the lower edge.",
+                (5.6, 3.6),
+                lambda axes: _draw_errors(axes, entries),
+            )
         )
-        panels.append(Panel("Errors and tolerances", caption, (5.6, 3.6), lambda axes: _draw_errors(axes, entries)))
     if failure is not None and failure.convergence and failure.comparison and failure.comparison.worst:
-        caption = (
-            "Central differences of the worst entry for large to small steps. Where they are constant, they give the "
-            "derivative. The dashed line is the analytical value."
+        worst = failure.comparison.worst
+        panels.append(
+            Panel(
+                "The worst entry by step",
+                "Central differences of the worst entry for large to small steps. Where they are constant, they give "
+                "the derivative. The dashed line is the analytical value.",
+                (5.6, 3.6),
+                lambda axes: _draw_convergence(axes, failure, worst, report.settings.of(failure.input or 0)),
+            )
         )
-        own, worst = report.settings.of(failure.input or 0), failure.comparison.worst
-        draw = partial(_draw_convergence, failure=failure, worst=worst, own=own)
-        panels.append(Panel("The worst entry by step", caption, (5.6, 3.6), draw))
     return panels
 
 
