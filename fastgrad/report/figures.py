@@ -252,11 +252,20 @@ def _draw_errors(axes: Axes, entries: Entries) -> None:
     positive = np.concatenate([error[error > 0], allowed[allowed > 0]])
     low, high = (positive.min(), positive.max()) if positive.size else (1e-6, 1.0)
     floor = max(low / 10, high * 1e-18)
-    dots: Any = {"s": 16, "alpha": 0.75, "linewidths": 0, "clip_on": False, "zorder": 3}
     for chosen, color, label in ((~failing, RIGHT, "right"), (failing, WRONG, "wrong")):
         if chosen.any():
-            count, places = int(chosen.sum()), (np.maximum(some[chosen], floor) for some in (allowed, error))
-            axes.scatter(*places, color=color, label=f"{label} ({count})", rasterized=count > MAX_POINTS, **dots)
+            axes.scatter(
+                np.maximum(allowed[chosen], floor),
+                np.maximum(error[chosen], floor),
+                s=16,
+                color=color,
+                alpha=0.75,
+                linewidths=0,
+                label=f"{label} ({int(chosen.sum())})",
+                rasterized=bool(chosen.sum() > MAX_POINTS),
+                clip_on=False,
+                zorder=3,
+            )
     axes.set_xscale("log")
     axes.set_yscale("log")
     tolerances = allowed[allowed > 0]
@@ -312,5 +321,12 @@ def _finish(axes: Axes) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         _plain_ticks(axis)
     if lines := axes.get_legend_handles_labels()[0]:
-        style: Any = {"frameon": False, "fontsize": "small", "handletextpad": 0.4, "columnspacing": 1.2}
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2 if len(lines) == 4 else 3, **style)
+        axes.legend(
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=2 if len(lines) == 4 else 3,
+            frameon=False,
+            fontsize="small",
+            handletextpad=0.4,
+            columnspacing=1.2,
+        )

@@ -299,8 +299,14 @@ def _headline(report: ReportData, failure: Failure) -> str:
         return f"{function}: {_sure_cause(report)}"
     output, input_ = names_of(report, failure)
     derivative, vector = ("the jvp", "tangent") if failure.mode == "forward" else ("backward", "grad_output")
-    terms = {"output": output, "input": input_, "derivative": derivative, "vector": vector, "detail": failure.detail}
-    text = _HEADLINES[failure.kind].format(**terms, varying=varying(report.settings))
+    text = _HEADLINES[failure.kind].format(
+        output=output,
+        input=input_,
+        derivative=derivative,
+        vector=vector,
+        varying=varying(report.settings),
+        detail=failure.detail,
+    )
     return _with_cause(report, f"{function}: {text}")
 
 
@@ -449,12 +455,18 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
         )
     side = "inputs" if forward else "outputs"
     part = "" if failure.part == "all" else f"While considering the {failure.part} part of complex {side} only, "
-    terms = {"mode": "", "derivative": "backward", "vector": "grad_output"}
-    if forward:
-        terms = {"mode": "computed with forward mode ", "derivative": "jvp", "vector": "its tangent"}
-    terms |= {"output": output, "input": input_, "number": str(failure.output), "detail": failure.detail, "part": part}
-    terms |= {"batched": _batched_note(failure), "varying": varying(report.settings)}
-    return _PHRASES[failure.kind].format(**terms)
+    return _PHRASES[failure.kind].format(
+        output=output,
+        input=input_,
+        number=failure.output,
+        detail=failure.detail,
+        part=part,
+        mode="computed with forward mode " if forward else "",
+        derivative="jvp" if forward else "backward",
+        vector="its tangent" if forward else "grad_output",
+        batched=_batched_note(failure),
+        varying=varying(report.settings),
+    )
 
 
 def _batched_note(failure: Failure) -> str:
