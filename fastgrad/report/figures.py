@@ -70,13 +70,15 @@ def entries_of(report: ReportData) -> Entries | None:
     comparison = failure.comparison if failure else None
     if failure is None or comparison is None:
         return None
-    own, failing = report.settings.of(failure.input or 0), None
-    sample, extent, worst = report.sample, comparison.extent, comparison.worst_entries
+    own = report.settings.of(failure.input or 0)
+    sample = report.sample
     if sample is not None:
-        names = "outputs", "inputs", "analytical", "numerical", "failing"
-        outputs, inputs, analytical, numerical, failing = (getattr(sample, name).cpu().numpy() for name in names)
+        analytical, numerical = sample.analytical.cpu().numpy(), sample.numerical.cpu().numpy()
+        outputs, inputs = sample.outputs.cpu().numpy(), sample.inputs.cpu().numpy()
         shapes = sample.output_shape, sample.input_shape
-    elif extent is not None and worst:
+        failing = sample.failing.cpu().numpy()
+    elif comparison.extent is not None and comparison.worst_entries:
+        extent, worst = comparison.extent, comparison.worst_entries
         shapes = tuple(span.size for span in extent.output), tuple(span.size for span in extent.input)
         if comparison.analytical is not None and comparison.numerical is not None:
             analytical, numerical = (
@@ -90,6 +92,7 @@ def entries_of(report: ReportData) -> Entries | None:
             )
             outputs = np.array([element_number(entry.output_index, shapes[0]) for entry in worst])
             inputs = np.array([element_number(entry.input_index, shapes[1]) for entry in worst])
+        failing = None
     else:
         return None
     error, allowed = np.abs(analytical - numerical), own.atol + own.rtol * np.abs(numerical)
