@@ -145,8 +145,6 @@ def jacobian(
     forward = _check_options("jacobian", options, strategy, numerical, return_error)
     if numerical:
         return numerical_jacobian(func, given, is_tuple, sparse, forward, return_error)
-    if options.create_graph:
-        return _of_torch("jacobian", func, inputs, options)
     outputs_are_tuple, parts = _matrix("jacobian", func, given, options, forward)
     return nested(parts, outputs_are_tuple, is_tuple)
 
@@ -206,8 +204,6 @@ def hessian(
     forward = _check_options("hessian", options, outer_jacobian_strategy, numerical, return_error)
     if numerical:
         return numerical_hessian(func, given, is_tuple, sparse, return_error)
-    if options.create_graph:
-        return _of_torch("hessian", func, inputs, options)
 
     def gradient_at(*arguments: Tensor) -> Tensors:
         with torch.enable_grad():
@@ -230,10 +226,14 @@ def hessian(
     return nested(parts, is_tuple, is_tuple)
 
 
-def _of_torch(name: str, func: Func, inputs: Any, options: _Options) -> Any:
-    """The result of torch's function, row by row: an entry that is zero here may have a nonzero derivative."""
-    of_torch: Callable[..., Any] = getattr(torch.autograd.functional, name)
-    return of_torch(func, inputs, create_graph=True, strict=options.strict, vectorize=options.vectorize)
+def _primals(inputs: Tensors, create_graph: bool) -> Tensors:
+    """New tensors that require grad, so that func's own use of the caller's tensors is not differentiated."""
+    return tuple(
+        (value.clone() if value.is_sparse else value.view_as(value))
+        if create_graph and value.requires_grad
+        else value.detach().requires_grad_()
+        for value in inputs
+    )
 
 
 def _zeros_for_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensors:
@@ -279,8 +279,7 @@ def _matrix(
     if forward:
         return _forward(name, func, given, options, symmetric)
     with torch.enable_grad():
-        # New tensors, so that func's own use of the caller's tensors is not differentiated.
-        primals = tuple(value.detach().requires_grad_() for value in given)
+        primals = _primals(given, options.create_graph)
         outputs_are_tuple, outputs = as_tensors(func(*primals), OUTPUTS, name)
         check_tracked(outputs, options.strict)
         # Integers have no gradient: they are replaced by a floating tensor without a graph.
@@ -300,17 +299,17 @@ def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bo
     if options.strict:
         _check_dependence(outputs, inputs)
     tensors = (*outputs, *inputs)
-    if not all(_is_plain(tensor, inputs[0].device) for tensor in tensors):
-        return _joined(_rows_by_torch(outputs, inputs, options.vectorize), outputs, inputs, options.sparse)
+    if options.create_graph or not all(_is_plain(tensor, inputs[0].device) for tensor in tensors):
+        return _joined(_rows_by_torch(outputs, inputs, options), outputs, inputs, options)
     is_real = not any(tensor.is_complex() for tensor in tensors)
     columns = (lambda: backward_of_backward_map(outputs, inputs)) if is_real else (lambda: None)
     found = entries_by_structure(backward_map(outputs, inputs), columns, symmetric and is_real)
     if found is not None:
         dtypes = [[value.dtype for value in inputs] for _ in outputs]
         return of_entries(found, outputs, inputs, dtypes, is_sparse_enough(found, options.sparse))
-    blocks = _rows_by_torch(outputs, inputs, True) if options.vectorize else _rows(outputs, inputs)
+    blocks = _rows_by_torch(outputs, inputs, options) if options.vectorize else _rows(outputs, inputs)
     if options.sparse is True:
-        return _joined(blocks, outputs, inputs, options.sparse)
+        return _joined(blocks, outputs, inputs, options)
     parts = [[zeros(output, value, value.dtype) for value in inputs] for output in outputs]
     for o, first, rows in blocks:
         for part, row in zip(parts[o], rows, strict=True):
@@ -369,21 +368,33 @@ def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
             yield o, first, [torch.complex(x[:, ::2], x[:, 1::2]) if value.is_complex() else x for value, x in parts]
 
 
-def _rows_by_torch(outputs: Tensors, inputs: Tensors, vectorize: bool) -> Rows:
-    """Yields rows for tensors of any kind; with vectorize many at once, by vmap."""
+def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows:
+    """Yields rows for tensors of any kind: recorded with create_graph; many at once, by vmap, with vectorize."""
     size = sum(value.numel() for value in inputs)
     for o, output in enumerate(outputs):
         if not output.requires_grad:
             continue
-        step = max(1, BATCH_BYTES // (16 * max(1, output.numel() + size))) if vectorize else 1
+        step = max(1, BATCH_BYTES // (16 * max(1, output.numel() + size))) if options.vectorize else 1
         for first in range(0, output.numel(), step):
             count = min(step, output.numel() - first)
             seeds = torch.zeros(count, output.numel(), dtype=output.dtype, device=output.device)
             seeds.diagonal(first).fill_(1)
-            seeds = seeds.reshape((count, *output.shape) if vectorize else output.shape)
+            seeds = seeds.reshape((count, *output.shape) if options.vectorize else output.shape)
             found = torch.autograd.grad(
-                output, inputs, seeds, retain_graph=True, allow_unused=True, is_grads_batched=vectorize
+                output,
+                inputs,
+                seeds,
+                retain_graph=True,
+                create_graph=options.create_graph,
+                allow_unused=True,
+                is_grads_batched=options.vectorize,
             )
+            for i, row in enumerate(found):
+                if options.strict and options.create_graph and not row.requires_grad:
+                    raise RuntimeError(
+                        f"The jacobian of the user-provided function is independent of input {i}. This is not allowed "
+                        "in strict mode when create_graph=True."
+                    )
             shapes = [(count, value.numel()) for value in inputs]
             rows = [
                 torch.zeros(shape, dtype=value.dtype, device=value.device) if row is None else row.reshape(shape)
@@ -392,12 +403,12 @@ def _rows_by_torch(outputs: Tensors, inputs: Tensors, vectorize: bool) -> Rows:
             yield o, first, rows
 
 
-def _joined(blocks: Rows, outputs: Tensors, inputs: Tensors, sparse: Sparse) -> Parts:
-    """The parts of a Jacobian, concatenated from blocks of rows.
+def _joined(blocks: Rows, outputs: Tensors, inputs: Tensors, options: _Options) -> Parts:
+    """The parts of a Jacobian, concatenated from blocks of rows; differentiable with create_graph.
 
     In a sparse result, zeros are dropped from each block as it is computed.
     """
-    layout = torch.sparse_coo if sparse is True else torch.strided
+    layout = torch.sparse_coo if options.sparse is True else torch.strided
 
     def part(output: Tensor, value: Tensor, rows: list[Tensor]) -> Tensor:
         size = output.numel(), value.numel()
@@ -411,7 +422,8 @@ def _joined(blocks: Rows, outputs: Tensors, inputs: Tensors, sparse: Sparse) -> 
     found: list[list[list[Tensor]]] = [[[] for _ in inputs] for _ in outputs]
     for o, _, block in blocks:
         for of_input, rows in zip(found[o], block, strict=True):
-            of_input.append(rows.detach() if layout is torch.strided else rows.detach().to_sparse())
+            kept = rows if options.create_graph else rows.detach()
+            of_input.append(kept if layout is torch.strided else kept.to_sparse())
     return [
         [part(output, value, rows) for value, rows in zip(inputs, of_output, strict=True)]
         for output, of_output in zip(outputs, found, strict=True)
