@@ -12,6 +12,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Declares --fastgrad, --fastgrad=compare, --fastgrad=estimate and --fastgrad-report."""
+    # For another value, argparse's own message does not name the valid ones.
     config: Any = pluginmanager.get_plugin("pytestconfig")
     for argument in map(str, config.invocation_params.args):
         if argument.startswith("--fastgrad=") and argument not in ("--fastgrad=compare", "--fastgrad=estimate"):

@@ -74,7 +74,9 @@ std::tuple<std::optional<std::tuple<int64_t, int64_t, py::object>>, bool> Evalua
     const auto set_tangent = [&](int64_t sign) {
       const BelowAutograd guard;
       if (mutates_inputs_) {
-        tangents[b].zero_();  // func changed the tangent together with its input
+        for (const at::Tensor& tangent : tangents) {
+          tangent.zero_();  // func changed it together with its input
+        }
       }
       perturb_coordinate_(tangents[b], zeros[b], first + j - blocks_[b].first, sign, 1.0, 0.0);
     };

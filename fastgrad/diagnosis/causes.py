@@ -215,11 +215,11 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
             )
         yield Cause("nonlinear backward", _how_nonlinear(scaled), measure, 0.94)
         return
-    layout = list(_of_layouts(evidence, linear))
+    is_wrong_if_contiguous = evidence.dense_error is not None and evidence.dense_error > settings.rtol
+    layout = list(_of_layouts(evidence, linear, not linear and is_wrong_if_contiguous))
     if evidence.modified is not None and (evidence.modified > MIN_DEVIATION or layout):
         yield _modified(evidence)
-    # If the gradient is also wrong for a contiguous grad_output, the layout does not explain the error.
-    elif evidence.dense_error is None or evidence.dense_error <= 10 * MIN_DEVIATION:
+    else:
         yield from layout
     yield from _of_terms(evidence)
 
@@ -246,7 +246,11 @@ def _of_terms(evidence: Evidence) -> Iterator[Cause]:
         yield Cause("sparse grad_output", text, measure, 0.92)
 
 
-def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
+def _of_layouts(evidence: Evidence, linear: bool, only_exceptions: bool) -> Iterator[Cause]:
+    """The causes for layouts of grad_output.
+
+    only_exceptions: whether only those for which backward raises count, because it is also wrong for a contiguous one.
+    """
     contiguous = "look for a data_ptr(), view() or kernel that assumes contiguous memory"
     aligned = "look for a kernel that ignores the storage offset, or uses aligned loads"
     kinds = (
@@ -255,7 +259,7 @@ def _of_layouts(evidence: Evidence, linear: bool) -> Iterator[Cause]:
         (evidence.expanded, evidence.expanded_error, "is expanded (stride 0)", contiguous),
     )
     for deviation, error, how, mistake in kinds:
-        if error is None and (deviation is None or deviation <= MIN_DEVIATION):
+        if error is None and (only_exceptions or deviation is None or deviation <= MIN_DEVIATION):
             continue
         if error is not None or deviation is None:
             measure = error or ""

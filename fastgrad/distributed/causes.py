@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from fastgrad.core.random import COTANGENT_STREAM, uniform_like
+from fastgrad.core.random import COTANGENT_STREAM, direction
 from fastgrad.core.ranks import RankError
 from fastgrad.distributed.placements import Space, held_by, parts_of, whole_of
 from fastgrad.distributed.session import Session, cotangent_parts
@@ -155,9 +155,7 @@ def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float)
     """The gradients of an input on all ranks, with differences."""
     graph = session.call(inputs, True)
     outputs = list(zip(graph.outputs, graph.output_like, strict=True))
-    whole = [whole_of(like, space.placement) for space, like in outputs]
-    drawn = [uniform_like(output.real, number, COTANGENT_STREAM) for number, output in enumerate(whole)]
-    cotangents = [v.to(output.dtype) for v, output in zip(drawn, whole, strict=True)]
+    cotangents = [_random_like(whole_of(like, space.placement), number) for number, (space, like) in enumerate(outputs)]
     held = session.backward(graph, cotangents, False).parts[which]
     parts = [cotangent_parts(v, space, like) for v, (space, like) in zip(cotangents, outputs, strict=True)]
     placement, like = session.inputs[which].placement, session.base[which]
@@ -188,3 +186,8 @@ def _sampled(session: Session, inputs: Sequence[Tensor], which: int, eps: float)
         values = torch.tensor([(total, own[rank]) for total, own in at], dtype=torch.float64).view(-1, 2)
         found.append(_Sampled(gradient.double(), *values.unbind(1)))
     return found
+
+
+def _random_like(tensor: Tensor, number: int) -> Tensor:
+    v = direction(tensor.numel(), number, COTANGENT_STREAM)
+    return v.view(tensor.shape).to(tensor.dtype)

@@ -44,7 +44,7 @@ CLOSER_SHARE = 2.0**-6
 shrink; on a smooth curve, it shrinks with the step."""
 
 DIRECTIONS_ELSEWHERE = 2
-"""Number of random directions whose derivatives show the size of entries outside a pattern: 40 evaluations each."""
+"""Number of random directions whose derivatives show the size of entries outside a pattern."""
 
 LEAST_COMPONENT = 0.25
 """An entry outside a pattern is multiplied by a component of a direction, at least 0.5, or, if it was added to another
@@ -82,7 +82,7 @@ class Differences:
 def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor], needs_errors: bool) -> Differences:
     """The Jacobian of func, a tuple of Tensors, at strided inputs: about 40 evaluations per group of columns.
 
-    needs_errors: whether errors are used. If so, a sparsity pattern takes about 100 evaluations more.
+    needs_errors: whether errors are used. If so, a sparsity pattern takes two `derivative_along` more.
     """
     with _problem(func, inputs) as problem:
         settings = _detection_settings(problem)
@@ -190,7 +190,7 @@ def _gap_closer(problem: Problem, columns: Tensor, rows: Tensor, record_graph: b
 def derivative_along(
     func: Callable[..., Any], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> tuple[tuple[Block, ...], Tensor, Tensor]:
-    """J u for one direction u, all inputs moved together: about 40 evaluations.
+    """J u for one direction u, all inputs moved together: about 40 evaluations, or more if func may be a staircase.
 
     Returns
     -------

@@ -142,9 +142,11 @@ class Comparison:
         """Increases the allowed errors of VJPs with entries beyond them, if more draws show larger rounding."""
         ratio = self.ratio()
         beyond = int((ratio > 1).sum())
+        if not beyond:
+            return
         worst = ratio.amax(1)
         order = worst.argsort(descending=True)[: int((worst > 1).sum())]
-        for some in torch.split(order, AT_A_TIME) if beyond else ():
+        for some in torch.split(order, AT_A_TIME):
             self.look_again_at(some)
             if bool((self.ratio()[some] > 1).any()):
                 break

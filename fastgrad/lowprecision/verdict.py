@@ -236,7 +236,7 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
     if float(ratio.max()) <= MAX_OF_SUMS:
         outcome.note(
             undecided="the gradient of a sum over outputs differs by more than rounding of the reference explains, "
-            "but that of no row that was compared alone does",
+            "but the gradients of the rows that were compared alone do not",
             remedy="check whether func accumulates in the lower dtype; if so, pass a reference= that also does",
         )
         return

@@ -472,7 +472,9 @@ EXPERIMENTS: list[tuple[Evidence, CauseName]] = [
     (Evidence(non_contiguous=0.5), "layout of grad_output"),
     (Evidence(non_contiguous=math.inf), "layout of grad_output"),
     (Evidence(non_contiguous=0.5, dense_error=0.1), None),  # type: ignore[list-item]
+    (Evidence(non_contiguous=0.5, dense_error=5e-4), "layout of grad_output"),  # right within rtol
     (Evidence(expanded_error="RuntimeError: no"), "layout of grad_output"),
+    (Evidence(expanded_error="RuntimeError: no", dense_error=0.1), "layout of grad_output"),
     (Evidence(expanded_error="RuntimeError: no", modified=0.0), "modified grad_output"),
     (Evidence(modified=0.1), "modified grad_output"),
     (Evidence(modified=0.0), None),  # type: ignore[list-item]

@@ -270,6 +270,18 @@ def test_inputs_that_contain_nan_are_named() -> None:
     assert note == "NaN in inputs[1]; all inputs were restored around every evaluation"
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_func_that_adds_one_input_to_another_in_forward_mode(size: int) -> None:
+    """The tangent of the second input is that of the sum, until the next column."""
+
+    def accumulates(x: Tensor, total: Tensor) -> Tensor:
+        with torch.no_grad():
+            total.add_(x)
+        return 3 * x + total
+
+    assert fastgrad.check(accumulates, (leaf(size), leaf(3)), check_forward_ad=True, check_backward_ad=False).passed
+
+
 def test_an_input_mutating_func() -> None:
     x = leaf(4)
     state = Bits(x)

@@ -411,8 +411,8 @@ class Evaluator:
             b = self._blocks.index(block)
 
             def set_tangent(sign: int, b: int = b, coordinate: int = first + j - block.first) -> None:
-                if self.mutates_inputs:  # func changed the tangent together with its input
-                    hidden_from_autograd(tangents[b].zero_)()
+                for tangent in tangents if self.mutates_inputs else ():
+                    hidden_from_autograd(tangent.zero_)()  # func changed it together with its input
                 ops.perturb_coordinate_(tangents[b], zeros[b], coordinate, sign, 1.0, 0.0)
 
             with self._restoring(set_tangent, 0):
