@@ -99,8 +99,8 @@ class Subject:
         """A function of the checked inputs only; the others come from arguments."""
 
         def func(*checked: Any) -> Any:
-            by = dict(zip(self.checked, checked, strict=True))
-            return self.func(*(by.get(i, value) for i, value in enumerate(arguments)))
+            replaced = dict(zip(self.checked, checked, strict=True))
+            return self.func(*(replaced.get(i, value) for i, value in enumerate(arguments)))
 
         return func
 

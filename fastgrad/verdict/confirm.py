@@ -353,7 +353,7 @@ def pattern_mismatch(
         if part != "all":
             chosen &= rows % 2 == int(part == "imaginary")
         elements = rows[chosen][:: block.width] // output.width, columns[chosen][:: block.width] // block.width
-        pair = PairComparison(output, block, settings.of(block.index), mode, compression.column_groups_of)
+        pair = PairComparison(output, block, settings.of(block.index), mode, group_of=compression.column_groups_of)
         along = elements if mode == "reverse" else reversed(elements)
         pair.add_entries(analytical[within][chosen], numerical[within][chosen], *along)
         failure = mismatch_failure(problem, plan, pair, part, settings, findings)

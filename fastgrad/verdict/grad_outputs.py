@@ -38,13 +38,15 @@ def check_zero_grad_output(
         detail = _layout_difference(gradient, block.tensor)
         if not detail and not _is_zero(gradient, settings.masked):
             return Failure.at("not multiplied by grad_output", input=block)
-        for what, found, wanted in (
+        properties = (
             ("type", gradient.dtype, block.tensor.dtype),
             ("device", gradient.device, block.tensor.device),
             ("size", tuple(gradient.shape), tuple(block.tensor.shape)),
-        ):
-            if not detail and found != wanted:
-                detail = f"grad is incorrect {what} ({found} is not {wanted})"
+        )
+        differences = (
+            f"grad is incorrect {what} ({found} is not {due})" for what, found, due in properties if found != due
+        )
+        detail = detail or next(differences, "")
         if detail:
             return Failure.at("incorrect gradient", input=block, detail=detail)
     return None
