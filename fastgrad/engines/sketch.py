@@ -359,9 +359,10 @@ class Cotangent:
 
 def imaginary_parts(like: Tensor, outputs: Sequence[slice]) -> Tensor | None:
     """A mask of the imaginary parts, shape (m,), from the coordinates of complex outputs; None without such outputs."""
-    mask = torch.zeros_like(like, dtype=torch.bool) if outputs else None
+    if not outputs:
+        return None
+    mask = torch.zeros_like(like, dtype=torch.bool)
     for own in outputs:
-        assert mask is not None
         mask[own][1::2] = True
     return mask
 

@@ -100,25 +100,27 @@ def jacobian_by_differences(func: Callable[..., Any], inputs: Sequence[Tensor], 
 
 
 def _with_error_elsewhere(func: Callable[..., Any], inputs: Sequence[Tensor], found: Differences) -> Differences:
-    """A compressed Jacobian with the errors that derivatives along random directions show, if they are smaller.
+    """A compressed Jacobian with the errors that derivatives along random directions show.
 
-    An entry outside the pattern may have been added to one in the pattern, so its size is part of all errors.
+    The bound of the pattern's certificate is used instead where it is smaller, unless a derivative contradicts it. An
+    entry outside the pattern may have been added to one in the pattern, so its size is part of all errors.
     """
     n, m = (sum(block.size for block in blocks) for blocks in (found.inputs, found.outputs))
-    seen = torch.zeros(m, dtype=torch.float64, device=found.values.device)
+    largest_shown, least_shown = torch.zeros(2, m, dtype=torch.float64, device=found.values.device)
     primals = [value.detach() for value in inputs]
     for number in range(DIRECTIONS_ELSEWHERE):
-        vector = direction(n, 0, SKETCH_DIRECTIONS + 16 * number, device=seen.device)
+        vector = direction(n, 0, SKETCH_DIRECTIONS + 16 * number, device=largest_shown.device)
         tangents = [torch.zeros_like(value, memory_format=torch.contiguous_format) for value in primals]
         for block in found.inputs:
             ops.unflatten_(tangents[block.position], vector[block.slice])
         _, derivative, error = derivative_along(func, primals, tangents)
         factors = vector[found.columns]
+        unexplained = derivative.index_add(0, found.rows, -factors * found.values).abs()
         error = error.index_add(0, found.rows, factors.abs() * found.errors)
-        error += derivative.index_add(0, found.rows, -factors * found.values).abs()
-        torch.maximum(seen, error, out=seen)
-    shown = (seen / LEAST_COMPONENT).nan_to_num(math.inf).clamp(max=found.error_elsewhere)
-    elsewhere = largest(shown)
+        largest_shown = torch.maximum(largest_shown, unexplained + error)
+        least_shown = torch.maximum(least_shown, (unexplained - error).nan_to_num(0.0))
+    bound = (largest_shown / LEAST_COMPONENT).nan_to_num(math.inf).clamp(max=found.error_elsewhere)
+    elsewhere = largest(torch.maximum(bound, least_shown / LEAST_COMPONENT))
     return replace(found, errors=found.errors + elsewhere, error_elsewhere=elsewhere)
 
 

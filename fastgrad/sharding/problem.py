@@ -159,7 +159,8 @@ class PartitionedProblem(Problem):
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor, native.GradientsMatch]:
         """As `Problem.analytical_rows`; rows that are run twice are run in this process."""
-        before, head, inputs = self.vjps, max(1, repeated), self.inputs if inputs is None else inputs
+        before, head = self.vjps, max(1, repeated)
+        inputs = self.inputs if inputs is None else inputs
         if self._divides(count - head):
             rows = torch.empty(count, sum(block.size for block in inputs), dtype=torch.float64, device=self.device)
             own = super().analytical_rows(output, imaginary, first, head, inputs, repeated, scale)

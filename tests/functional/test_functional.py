@@ -13,7 +13,8 @@ from torch.autograd import functional as torchs
 
 import fastgrad
 from fastgrad import functional
-from fastgrad.functional import compressed
+from fastgrad.functional import compressed, finite_differences
+from fastgrad.functional.finite_differences import Differences
 from fastgrad.structure import refinement, sparsity
 from fastgrad.structure.sparsity import Pattern, from_entries
 from tests import processes
@@ -677,6 +678,21 @@ def test_numerical_errors_cover_entries_outside_the_pattern(scale: float, share:
     found, error = functional.jacobian(func, x, numerical=True, return_error=True)
     assert bool(((found - torchs.jacobian(func, x)).abs() <= error).all())
     assert float(error.max()) < 1e-5 * scale
+
+
+def test_numerical_errors_if_a_certificate_is_wrong() -> None:
+    """The pattern lacks a diagonal of 1e-3, although its certificate excludes entries above 1e-9."""
+
+    def func(x: Tensor) -> tuple[Tensor]:
+        return (x.sin() + 1e-3 * x.roll(1),)
+
+    x, diagonal = normal(300), torch.arange(300)
+    with finite_differences._problem(func, [x]) as problem:
+        blocks = problem.inputs, problem.outputs
+    known = Differences(*blocks, True, diagonal, diagonal, x.cos(), torch.zeros_like(x), 1e-9)
+    found = finite_differences._with_error_elsewhere(func, [x], known)
+    assert found.error_elsewhere > 1e-3
+    assert float(found.errors.min()) > 1e-3
 
 
 def test_numerical_results_where_differences_are_poor() -> None:
