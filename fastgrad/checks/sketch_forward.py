@@ -23,7 +23,7 @@ from fastgrad.checks.sketch import (
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.tensors import largest
+from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.plan import EXACT_CALLS, sketch_size
 from fastgrad.engines.sketch import Differences, contradicts, directional_differences, rounded_rows
@@ -80,6 +80,9 @@ class _ForwardScreen:
         self._hidden = torch.full_like(self._suspected, torch.inf)
         # The differences at `eps`, and the errors of the JVPs there.
         self._first: tuple[Differences, Tensor] | None = None
+        self._one_hot: Tensor | None = (
+            None  # the JVP of the one-hot tangent of `combined_tangents`, run before all others
+        )
         self._bound = settings.atol
         self._unresolved = 0.0
         self._nonlinear = 0.0  # the error that may be hidden because jvp is linear only within its tolerance
@@ -140,7 +143,7 @@ class _ForwardScreen:
         problem, settings = self._problem, self._settings
         if not problem.n:
             return True
-        _, match = problem.tangent_columns(settings.seed % problem.n, 1)
+        self._one_hot, match = problem.tangent_columns(settings.seed % problem.n, 1)
         return match or not settings.check_grad_dtypes
 
     def _tries_larger_step(self, attempt: int) -> bool:
@@ -274,15 +277,21 @@ class _ForwardScreen:
 
     def _combination_failure(self, directions: Tensor, tangents: Tensor) -> Failure | None:
         """The failure if the JVP of a combination of directions is not the same combination of their `tangents`."""
-        combined, shares = combined_tangents(directions, self._settings.seed)
+        problem, settings = self._problem, self._settings
+        combined, shares = combined_tangents(directions, settings.seed)
+        products = problem.jvps_of(combined)
+        if self._one_hot is not None and differ(products[1:], self._one_hot, settings.atol, False):
+            failure = repeated_tangents_failure(problem, settings, combined[1:], [-1], self._one_hot)
+            if failure is not None:
+                return failure
 
-        def terms(first_two: Tensor) -> Tensor:
-            products = torch.cat([first_two, self._problem.jvps_of(combined)])
-            return (products * shares[:, None]).roll(2, 0)
+        def terms(*parts: Tensor) -> Tensor:
+            return (torch.cat(parts) * shares[:, None]).roll(2, 0)
 
-        return self._sum_failure(
-            terms(tangents[:2]), lambda: terms(self._problem.jvps_of(directions[:2])), directions[1]
-        )
+        def repeat() -> Tensor:
+            return terms(problem.jvps_of(directions[:2]), problem.jvps_of(combined))
+
+        return self._sum_failure(terms(tangents[:2], products), repeat, directions[1])
 
     def _earlier_failure(self) -> Failure | None:
         """The failure if the JVP of a sum of earlier tangents, some of them one-hot, is not the sum of their JVPs."""

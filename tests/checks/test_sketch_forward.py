@@ -221,3 +221,33 @@ def test_a_jvp_of_two_inputs_that_is_wrong_in_one_call(fast_mode: bool, size: in
     assert right.passed
     passes = [call for call in range(1, right.jvps + 1) if wrong_in(call).passed]
     assert not passes
+
+
+def test_a_jvp_that_is_wrong_in_one_call_of_a_large_check() -> None:
+    """The first one has a one-hot tangent, whose JVP is computed again."""
+
+    def wrong_in(call: int) -> tuple[bool, int]:
+        calls = 0
+
+        class Steep(torch.autograd.Function):
+            @staticmethod
+            def forward(x: Tensor) -> Tensor:
+                return 20 * (3 * x).exp()
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+                ctx.save_for_forward(output)
+
+            @staticmethod
+            def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+                nonlocal calls
+                calls += 1
+                (output,) = ctx.saved_tensors
+                return 3 * output * tangent + (1e6 if calls == call else 0.0)
+
+        x = torch.randn(3000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        return fastgrad.check(lambda x: Steep.apply(x), x, fast_mode=True, **FORWARD).passed, calls
+
+    passed, count = wrong_in(0)
+    assert passed
+    assert not [call for call in range(1, count + 1) if wrong_in(call)[0]]
