@@ -80,6 +80,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("noise", &Derivatives::noise)
       .def_readonly("sizes", &Derivatives::sizes)
       .def_readonly("curvature", &Derivatives::curvature)
+      .def_readonly("is_complete", &Derivatives::is_complete)
       .def_readonly("measures_noise", &Derivatives::measures_noise)
       .def_readonly("step", &Derivatives::step);
   py::class_<Evaluator, std::shared_ptr<Evaluator>>(module, "Evaluator")

@@ -100,13 +100,17 @@ struct OneSidedError {
   }
 };
 
+double norm_of(const at::Tensor& vector) {
+  const double* const v = vector.const_data_ptr<double>();
+  return std::sqrt(std::inner_product(v, v + vector.numel(), v, 0.0));
+}
+
 // The smallest multiple of a step, up to a limit, at which rounding of the outputs takes at most half of the budget.
 double step_above_rounding(double step, const at::Tensor& base, double ulp, double budget) {
   constexpr double limit = 64;
-  const double* const y = base.const_data_ptr<double>();
-  const double squares = std::inner_product(y, y + base.numel(), y, 0.0);
+  const double rounding = norm_of(base) * ulp;
   double multiple = 1;
-  while (budget > 0 && multiple < limit && std::sqrt(squares) * ulp / (step * multiple) > budget / 2) {
+  while (budget > 0 && multiple < limit && rounding / (step * multiple) > budget / 2) {
     multiple *= 2;
   }
   return step * multiple;
@@ -332,6 +336,8 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
       offset += size;
     }
   };
+  // The noise that is compared with the tolerance of sums, a quarter of atol, relative to the budget.
+  constexpr double too_noisy = 8;
   const double widest = step_above_rounding(along.step, base, *std::max_element(ulps.begin(), ulps.end()), budget);
   OneSidedError error;
   std::optional<double>& step_fraction = into.step_fraction;
@@ -396,12 +402,8 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
         into.first_values = at::stack({memory[0], memory[1]});
         estimate(false);
         // For smooth functions, the error of a central difference is about curvature^2 / derivative.
-        const auto norm = [m](const at::Tensor& vector) {
-          const double* const v = vector.const_data_ptr<double>();
-          return std::sqrt(std::inner_product(v, v + m, v, 0.0));
-        };
         into.measures_noise =
-            !(norm(into.noise) <= budget && error.curvature <= budget * norm(into.derivatives.select(0, 0)));
+            !(norm_of(into.noise) <= budget && error.curvature <= budget * norm_of(into.derivatives.select(0, 0)));
         if (into.measures_noise) {
           memory[0].copy_(into.first_values.select(0, 0));  // two_points may have overwritten them
           memory[1].copy_(into.first_values.select(0, 1));
@@ -414,6 +416,14 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
         }
         const BelowAutograd guard;
         estimate(true);
+        const double noise = norm_of(into.noise);
+        const bool is_curved = noise * norm_of(into.derivatives.select(0, 0)) <= 2 * error.curvature;
+        if (widest > along.step && noise > too_noisy * budget && is_curved) {
+          into.directions = into.directions.narrow(0, 0, 1).clone();
+          into.derivatives = into.derivatives.narrow(0, 0, 1).clone();
+          into.is_complete = false;
+          break;
+        }
       }
       if (step_fraction) {
         const BelowAutograd guard;

@@ -45,6 +45,9 @@ struct Derivatives {
   // evaluations: shape (2, coordinates of all outputs).
   bool measures_noise = true;
   at::Tensor first_values;
+  // Only from screening_derivatives: false if there is only the derivative along the first direction, because it shows
+  // too much curvature at a step that was chosen because of rounding.
+  bool is_complete = true;
 };
 
 // If an output differs from its OutputSpec: the number of the evaluation, the index of the output, and what func

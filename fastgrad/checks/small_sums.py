@@ -201,7 +201,9 @@ def changing_steps_repeat(check: SmallCheck, last_agrees: bool) -> bool:
     changing = [
         (step, budget, before)
         for step, budget, before in earlier
-        if derivatives_vary(check.settings, before.derivatives, final, rounding_of_differences(check, step))
+        if derivatives_vary(
+            check.settings, before.derivatives, final[: len(before.derivatives)], rounding_of_differences(check, step)
+        )
     ]
     return steps_repeat(check, changing if last_agrees or not changing else [*changing, last])
 
@@ -225,7 +227,8 @@ def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor
     """Yields directional derivatives at eps, then at one other step, with the result of `_weight` for them.
 
     At eps, they are yielded first without measuring rounding inside func, if two evaluations show no noise, then with
-    it. A step at which the noise is too large is not yielded, but kept in `check.steps` like the others.
+    it. A step at which the noise is too large is not yielded, but kept in `check.steps` like the others; if the first
+    direction shows that curvature is the reason, the other directions are left out.
     """
     settings = check.settings
     step, budget, count, known = 1.0, settings.atol / (2 * NOISE_SHARE), 0, None
@@ -239,7 +242,7 @@ def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor
         known = None if differences.measures_noise else differences
         count += differences.measures_noise
         weighed = _weight(check, differences, 1.0)
-        if weighed is not None:
+        if weighed is not None and differences.is_complete:
             yield differences, *weighed
             if known is not None:
                 continue

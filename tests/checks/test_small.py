@@ -367,6 +367,19 @@ def test_sums_of_a_custom_backward_that_decide_nothing_are_followed_by_few_entri
     assert fastgrad.check(Polygamma.apply, (many,), fast_mode=True).evaluations > 2 * 22 + 20
 
 
+def test_a_step_that_is_larger_because_of_rounding_becomes_smaller_because_of_curvature() -> None:
+    x = torch.linspace(0.02, 0.5, 8, dtype=torch.float64, requires_grad=True)
+    scale = torch.arange(1.0, 9.0, dtype=torch.float64)
+
+    def func(x: Tensor) -> Tensor:
+        return (2 * x).exp().sum() * (scale * x.sum()).sin()
+
+    report = fastgrad.check(func, (x,), fast_mode=True, atol=1e-8)
+    assert report.passed
+    # The outputs at first, three evaluations at the first step, seven at the second one, and a new graph.
+    assert report.evaluations == 12
+
+
 @pytest.mark.parametrize("n", [12, 30])
 def test_sums_take_a_larger_step_if_rounding_inside_dominates(n: int) -> None:
     x = torch.linspace(-1, 1, n, dtype=torch.float64, requires_grad=True)
