@@ -106,14 +106,22 @@ double norm_of(const at::Tensor& vector) {
 }
 
 // The smallest multiple of a step, up to a limit, at which rounding of the outputs takes at most half of the budget.
-double step_above_rounding(double step, const at::Tensor& base, double ulp, double budget) {
+// rounding: the error of the outputs, a 2-norm.
+double step_above_rounding(double step, double rounding, double budget) {
   constexpr double limit = 64;
-  const double rounding = norm_of(base) * ulp;
   double multiple = 1;
   while (budget > 0 && multiple < limit && rounding / (step * multiple) > budget / 2) {
     multiple *= 2;
   }
   return step * multiple;
+}
+
+// Whether the noise of central differences would become at most a quarter of it at a smaller step, because it comes
+// from curvature. rounding: the part of the noise that comes from rounding of the outputs.
+bool is_too_curved(double noise, double rounding, double derivative, const OneSidedError& error) {
+  constexpr double factor = 8;  // 1 / SMALLER_STEP of fastgrad/checks/small_sums.py
+  // For smooth functions, the error of a central difference is about curvature^2 / derivative.
+  return noise * derivative <= 2 * error.curvature && noise / (factor * factor) + rounding * factor <= noise / 4;
 }
 
 // Like two_points, on the CPU. If is_measured, `half` holds the values at x + step u / 2, and noise also covers their
@@ -336,9 +344,10 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
       offset += size;
     }
   };
-  // The noise that is compared with the tolerance of sums, a quarter of atol, relative to the budget.
-  constexpr double too_noisy = 8;
-  const double widest = step_above_rounding(along.step, base, *std::max_element(ulps.begin(), ulps.end()), budget);
+  // Noise above atol, relative to the budget: sums agree up to a quarter of atol, and noisy outputs have small weights.
+  constexpr double too_noisy = 32;
+  const double output_rounding = norm_of(base) * *std::max_element(ulps.begin(), ulps.end());
+  const double widest = step_above_rounding(along.step, output_rounding, budget);
   OneSidedError error;
   std::optional<double>& step_fraction = into.step_fraction;
   const auto evaluate = [&](const std::vector<double>& scales, std::ptrdiff_t first) {
@@ -417,8 +426,9 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
         const BelowAutograd guard;
         estimate(true);
         const double noise = norm_of(into.noise);
-        const bool is_curved = noise * norm_of(into.derivatives.select(0, 0)) <= 2 * error.curvature;
-        if (widest > along.step && noise > too_noisy * budget && is_curved) {
+        const double derivative = norm_of(into.derivatives.select(0, 0));
+        if (widest > along.step && noise > too_noisy * budget &&
+            is_too_curved(noise, output_rounding / widest, derivative, error)) {
           into.directions = into.directions.narrow(0, 0, 1).clone();
           into.derivatives = into.derivatives.narrow(0, 0, 1).clone();
           into.is_complete = false;
