@@ -114,7 +114,7 @@ def jupyter(folder: Path) -> Iterator[str]:
     shutil.copy(ROOT / "docs" / NOTEBOOK, folder)
     token = secrets.token_hex()
     options = [f"--ServerApp.port={PORT}", f"--IdentityProvider.token={token}", "--no-browser", "--allow-root"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(folder / ".jupyter")}
     server = subprocess.Popen(
         [sys.executable, "-m", "jupyterlab", *options], cwd=folder, env=environment, stderr=subprocess.DEVNULL
     )
@@ -150,6 +150,7 @@ def shoot_notebook(browser: Any, address: str) -> None:
     page.goto(address)
     page.wait_for_selector(".jp-Notebook", timeout=SECONDS * 1000)
     page.wait_for_timeout(3000)
+    page.get_by_role("button", name="No", exact=True).click()  # whether to show news
     page.keyboard.press("Escape")
     page.get_by_text("Run", exact=True).first.click()
     page.get_by_text("Run All Cells", exact=True).click()
