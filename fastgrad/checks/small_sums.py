@@ -50,7 +50,11 @@ the square of the error of a one-sided difference. It is 2/3 for exp and 1 for 1
 ratio is attributed to rounding."""
 
 MAX_STEPS = 2
-"""Largest number of steps at which sums are compared."""
+"""Largest number of steps at which sums are compared. There is one more if the noise is proportional to the step."""
+
+PROPORTIONAL = 4.0, 16.0
+"""Limits of the ratio of the noise at a step to that at the next one, SMALLER_STEP times as large, if the noise is
+proportional to the step: the ratio is 8. The second derivative may jump, for example where a square is clamped at 0."""
 
 NOISE_MARGIN = 4.0
 """Factor of the noise, which is measured only along the first direction: along others, it may be this much larger."""
@@ -232,7 +236,7 @@ def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor
     """
     settings = check.settings
     step, budget, count, known = 1.0, settings.atol / (2 * NOISE_SHARE), 0, None
-    while count < MAX_STEPS:
+    while count < MAX_STEPS or (count == MAX_STEPS and _noise_is_proportional(check)):
         differences = _differences(check, step, budget, measure_noise=count > 0, known=known)
         if differences is None:
             return
@@ -250,6 +254,14 @@ def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor
         if factor is None:
             return
         step, budget = factor * differences.step / settings.eps, 0.0
+
+
+def _noise_is_proportional(check: SmallCheck) -> bool:
+    """Whether the noise of the last step hides errors, but is smaller than before in proportion to the step."""
+    (*_, before), (*_, last) = check.steps[-2:]
+    low, high = (float(last.noise.norm()) * ratio for ratio in PROPORTIONAL)
+    falls = last.step < before.step and low <= float(before.noise.norm()) <= high
+    return falls and _weight(check, last, 1.0) is None
 
 
 def noise_repeats(check: SmallCheck) -> bool:

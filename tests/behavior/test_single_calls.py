@@ -53,6 +53,8 @@ FUNCS: dict[str, Func] = {
     "large": lambda x: x.sin() + 1e6,
     # With a small atol, the first step of fast mode is larger because of rounding, and then smaller again.
     "curved": lambda x: (2 * x).exp().sum() * (torch.arange(1.0, 9.0, dtype=x.dtype) * x.sum()).sin(),
+    # The second derivative jumps at x: in fast mode, the noise is proportional to the step.
+    "square of relu": lambda x: (40 * (x - leaf(8).detach()).relu()).square().sum(),
 }
 KEYWORDS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -76,7 +78,7 @@ def test_a_check_that_makes_other_calls_because_of_one_value_does_not_pass(
     assert verdict == "passed"
     for wrong in range(1, calls + 1):
         found = outcome(FUNCS[name], 8, wrong, keywords, factor)
-        assert found[0] == "failed" or found[1:] == (calls, counts), wrong
+        assert found[0] in ("failed", "not converged") or found[1:] == (calls, counts), wrong
 
 
 @pytest.mark.parametrize("factor", [0.1, math.nan])

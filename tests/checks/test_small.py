@@ -380,6 +380,19 @@ def test_a_step_that_is_larger_because_of_rounding_becomes_smaller_because_of_cu
     assert report.evaluations == 12
 
 
+def test_noise_that_is_proportional_to_the_step_is_reduced_by_a_third_step() -> None:
+    clamped = torch.linspace(0.5, 1.0, 40, dtype=torch.float64)
+    x = clamped.clone().requires_grad_()
+
+    def func(x: Tensor) -> Tensor:
+        return (x - clamped).relu().square().sum()
+
+    report = fastgrad.check(func, (x,), fast_mode=True)
+    assert report.passed
+    assert report.evaluations <= 2 + 3 * 7
+    assert not fastgrad.check(lambda x: func(x) + 0.01 * (x - x.detach()).sum(), (x,), fast_mode=True).passed
+
+
 @pytest.mark.parametrize("n", [12, 30])
 def test_sums_take_a_larger_step_if_rounding_inside_dominates(n: int) -> None:
     x = torch.linspace(-1, 1, n, dtype=torch.float64, requires_grad=True)
