@@ -53,8 +53,6 @@ FUNCS: dict[str, Func] = {
     "large": lambda x: x.sin() + 1e6,
     # With a small atol, the first step of fast mode is larger because of rounding, and then smaller again.
     "curved": lambda x: (2 * x).exp().sum() * (torch.arange(1.0, 9.0, dtype=x.dtype) * x.sum()).sin(),
-    # The second derivative jumps at x: in fast mode, the noise is proportional to the step.
-    "square of relu": lambda x: (40 * (x - leaf(8).detach()).relu()).square().sum(),
 }
 KEYWORDS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -78,6 +76,20 @@ def test_a_check_that_makes_other_calls_because_of_one_value_does_not_pass(
     assert verdict == "passed"
     for wrong in range(1, calls + 1):
         found = outcome(FUNCS[name], 8, wrong, keywords, factor)
+        assert found[0] == "failed" or found[1:] == (calls, counts), wrong
+
+
+@pytest.mark.parametrize("factor", [0.1, math.nan])
+def test_a_third_step_of_fast_mode_does_not_hide_values_of_earlier_steps(factor: float) -> None:
+    clamped = leaf(8).detach()
+
+    def func(x: Tensor) -> Tensor:  # the second derivative jumps at x, and the noise is proportional to the step
+        return (2.5 * (x - clamped).relu()).square().sum()
+
+    verdict, calls, counts = outcome(func, 8, 0, {"fast_mode": True})
+    assert (verdict, calls) == ("passed", 2 + 3 * 7 + 7)  # the first step is repeated, because the derivatives change
+    for wrong in range(1, calls + 1):
+        found = outcome(func, 8, wrong, {"fast_mode": True}, factor)
         assert found[0] in ("failed", "not converged") or found[1:] == (calls, counts), wrong
 
 
