@@ -37,6 +37,10 @@ BAND = 61
 """Distance of the rows whose product shows a band. The band may be at most half as wide. The distance is prime, so that
 the rows are at all positions within blocks."""
 
+LEAST_OF_BAND = 1 / 4
+"""Least share of a band's entries that the product must show. In a permutation, each row has one entry, at an offset of
+its own, so the band of all these offsets has many more entries."""
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -229,6 +233,8 @@ def guess_band(respond: Callable[[Mask], Mask], m: int, n: int, is_symmetric: bo
     chosen[BAND // 2 :: BAND] = True
     rows, reacted = np.flatnonzero(chosen), np.flatnonzero(respond(chosen))
     offsets = np.unique(reacted - rows[np.minimum(reacted // BAND, rows.size - 1)])
+    if reacted.size < LEAST_OF_BAND * rows.size * offsets.size:
+        return None
     if is_symmetric:
         offsets = np.union1d(offsets, -offsets)
     if not 0 < offsets.size <= BAND // 2:

@@ -351,6 +351,7 @@ def shared_bias(x: Tensor, b: Tensor) -> Tensor:
 STRUCTURED: list[tuple[str, Callable[..., Any], tuple[Tensor, ...], int]] = [
     ("jacobian", torch.sin, (normal(1000),), 4),
     ("jacobian", band, (normal(1000),), 8),
+    ("jacobian", lambda x: x.t().sin(), (normal(40, 25),), 9),
     ("jacobian", lambda x: x.view(-1, 5).softmax(-1), (normal(1000),), 16),
     ("jacobian", lambda x: (x.cos(), x.sum()), (normal(1000),), 60),
     ("jacobian", shared_bias, (normal(1200), normal(4, seed=1)), 100),

@@ -90,6 +90,19 @@ def test_a_band_is_guessed_from_one_product(is_symmetric: bool) -> None:
     assert guess_band(lambda rows: np.ones(n, dtype=bool), n, n, is_symmetric) is None
 
 
+def test_a_permutation_is_no_band() -> None:
+    matrix = np.eye(1000, dtype=bool)[np.arange(1000).reshape(40, 25).T.reshape(-1)]
+    assert guess_band(oracle(matrix)[1], 1000, 1000, False) is None
+
+
+def test_a_band_may_have_zeros() -> None:
+    matrix = np.eye(1000, dtype=bool) | np.eye(1000, k=2, dtype=bool)
+    kept = matrix & (np.random.default_rng(0).random(1000) < 0.5)[:, None]  # such as the rows of a relu
+    pattern = guess_band(oracle(kept)[1], 1000, 1000, False)
+    assert pattern is not None
+    assert (dense(pattern) == matrix).all()
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_what_is_moved_is_guessed_from_values(data: st.DataObject) -> None:
