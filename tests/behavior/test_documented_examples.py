@@ -746,23 +746,14 @@ def test_results_in_examples_are_compared() -> None:
 
 
 def test_the_message_in_the_readme() -> None:
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            return grad_output * x
-
-    (printed,) = re.findall(r"```\n(Square: .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    text, names = (ROOT / "README.md").read_text(), {"torch": torch}
+    ((source, printed),) = re.findall(r"```python\n(class Square.*?)\ntry:.*?```\n(Square: .*?)```", text, re.DOTALL)
+    exec(source, names)
     torch.manual_seed(0)
     x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     # On a slow machine, another engine would be chosen.
     with pytest.raises(GradcheckError) as raised:
-        fastgrad.gradcheck(Square.apply, (x,), engine="dense")
+        fastgrad.gradcheck(names["Square"].apply, (x,), engine="dense")
     message = str(raised.value).replace("engine='dense', ", "")
     assert without_measurements(message) == without_measurements(printed)
 
