@@ -551,7 +551,8 @@ def extent_line(names: tuple[str, str], comparison: Comparison) -> str:
     if not comparison.unclear:
         return f"{_extent(comparison)}{where}"
     verb = "differs" if comparison.mismatches == 1 else "differ"
-    return f"{_extent(comparison)} {verb} at eps ({comparison.unclear:,} perhaps because of rounding or eps){where}"
+    unclear = f"{comparison.unclear:,} perhaps because of rounding or the size of eps"
+    return f"{_extent(comparison)} {verb} at eps ({unclear}){where}"
 
 
 def _wrong(comparison: Comparison) -> str:

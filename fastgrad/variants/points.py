@@ -56,7 +56,7 @@ def _first_rows(count: int) -> Callable[[Subject], Case]:
         rows = {i: value.shape[0] for i, value in enumerate(subject.given) if value.ndim}
         if len(set(rows.values())) != 1 or count in rows.values():
             raise NotApplicableError(
-                "the first dimensions of the inputs are missing, differ in size, or have this size already"
+                "the inputs have no dimensions, or their first dimensions differ in size or have this size already"
             )
         return Case(subject.func, subject.with_changed(lambda x: x[:count].clone(), set(rows)))
 

@@ -74,7 +74,7 @@ def combined_tangents(directions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 def sums_certificate(count: int, bound: float, settings: Settings) -> Certificate:
     """The certificate of products with `count` random tangents; bound: for entries of inputs with the smallest atol."""
     # A small entry next to larger entries of its row may be off by more than its own tolerance.
-    size = "its tolerance" if bound <= settings.atol else "its tolerance, or the bound if that is larger"
+    size = "its tolerance" if bound <= settings.atol else "its tolerance and by more than the bound"
     claim = f"no single entry of forward mode is wrong by more than {size}"
     method = f"{count} random directions: J u by forward mode compared with differences, output by output"
     return Certificate(claim, method, settings.of_entries(bound))

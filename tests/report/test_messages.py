@@ -83,7 +83,9 @@ def test_entries_that_may_differ_by_rounding_are_not_called_wrong() -> None:
     found = report(Failure("mismatch", 0, 1, 0, 2, comparison=comparison(unclear=11)))
     lines = failure_message(found).splitlines()
     assert lines[0] == "func: gradient of in1 is wrong in at least 1 of 8,448 entries of the Jacobian"
-    assert lines[4] == "  extent     12 of 8,448 entries differ at eps (11 perhaps because of rounding or eps)"
+    assert (
+        lines[4] == "  extent     12 of 8,448 entries differ at eps (11 perhaps because of rounding or the size of eps)"
+    )
     assert verdict_line(found) == "gradcheck failed: at least 1 of 8,448 entries of d out0 / d in1 is wrong"
 
 
