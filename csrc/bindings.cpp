@@ -176,6 +176,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("unspecified", &fastgrad::GradientsMatch::unspecified)
       .def_readonly("dtypes", &fastgrad::GradientsMatch::dtypes)
       .def_readonly("sizes", &fastgrad::GradientsMatch::sizes)
+      .def_readonly("strided", &fastgrad::GradientsMatch::strided)
       .def_readonly("repeats", &fastgrad::GradientsMatch::repeats)
       .def_readonly("movement", &fastgrad::GradientsMatch::movement);
   py::class_<fastgrad::WholeBackward::Rows>(module, "Rows")

@@ -252,6 +252,7 @@ void flatten_gradients(
     const bool same_dtype = gradient.scalar_type() == argument.scalar_type();
     match.sizes = match.sizes && same_size;
     match.dtypes = match.dtypes && same_dtype;
+    match.strided = match.strided && gradient.layout() == at::kStrided;
     if (!same_size) {
       rows.select(0, row).narrow(0, offset, size).zero_();
       continue;

@@ -49,6 +49,7 @@ struct UnspecifiedEntry {
 struct GradientsMatch {
   bool dtypes = true;                               // all had the dtype of their inputs
   bool sizes = true;                                // all had the size of their inputs; others count as zeros
+  bool strided = true;                              // all were strided, not sparse
   bool repeats = true;                              // second runs, if any, gave equal values
   double movement = 0.0;                            // for groups: the largest difference of a second run
   std::map<int64_t, UnspecifiedEntry> unspecified;  // by input, if there is any

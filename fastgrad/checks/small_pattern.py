@@ -251,12 +251,12 @@ def _unless_changed(check: SmallCheck, run: Callable[[], Tensor | tuple[Any, ...
 
 @phase("backward")
 def _rows(check: SmallCheck, pattern: SmallPattern) -> Tensor | None:
-    """The VJPs of the grad_outputs of a pattern, shape (rows, n); None if a gradient has a wrong size or dtype."""
+    """The VJPs of the grad_outputs of a pattern, shape (rows, n); None if a size, dtype or layout is wrong."""
     rows = len(pattern.only)
     gradients, match = check.problem.vjps(pattern.grad_outputs, [Layout.CONTIGUOUS] * rows, pattern.only)
     check.vjps += rows
     check.vjp_varies = not match.sizes or (check.settings.check_grad_dtypes and not match.dtypes)
-    return None if check.vjp_varies else gradients
+    return gradients if match.strided and not check.vjp_varies else None
 
 
 @phase("comparison")

@@ -399,8 +399,8 @@ def _all_vjps(
 ) -> Tensor | None:
     """The VJPs of all grad_outputs in `made`, on a newly recorded graph: float64, shape (rows, n).
 
-    None if something is inconsistent: the graph, the size or dtype of a gradient, a repeated VJP, a sum of VJPs, or,
-    without custom code, the gradients for zero grad_outputs.
+    None if something is inconsistent: the graph, the size, dtype or layout of a gradient, a repeated VJP, a sum of
+    VJPs, or, without custom code, the gradients for zero grad_outputs.
     """
     problem, settings = check.problem, check.settings
     if not problem.record_again():
@@ -411,6 +411,8 @@ def _all_vjps(
     add_products(check, made.vectors[: made.of_all], gradients[: made.of_all])
     if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
         check.vjp_varies = True
+        return None
+    if not match.strided:  # without custom code, no zero grad_output runs that would show this
         return None
     unweighted, product = plain.vectors[REPEATED : REPEATED + 1], gradients[REPEATED : REPEATED + 1]
     if made is not plain:

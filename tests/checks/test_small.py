@@ -272,6 +272,16 @@ class Nothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [2, 20, 200])
+def test_a_sparse_gradient_of_a_strided_input_is_no_pass(n: int, fast_mode: bool) -> None:
+    rows = torch.arange(n)
+    report = fastgrad.check(lambda weight: F.embedding(rows, weight, sparse=True), leaf(n, 2), fast_mode=fast_mode)
+    assert report.failure is not None
+    assert report.failure.detail == "grad is incorrect layout (torch.sparse_coo is not torch.strided)"
+    assert report.notes == ()
+
+
 def test_what_needs_care_is_not_called() -> None:
     def refused(func: Func, *arguments: Any) -> bool:
         return SmallProblem.trace(func, arguments, 1e-8, True) is None

@@ -48,6 +48,7 @@ class UnspecifiedEntry:
 class GradientsMatch:
     dtypes: bool = True
     sizes: bool = True
+    strided: bool = True
     repeats: bool = True
     movement: float = 0.0
     unspecified: dict[int, UnspecifiedEntry] = field(default_factory=dict)
@@ -277,6 +278,7 @@ def _flatten_gradients(
         if gradient is not None:
             match.sizes = match.sizes and gradient.shape == block.argument.shape
             match.dtypes = match.dtypes and gradient.dtype == block.argument.dtype
+            match.strided = match.strided and gradient.layout == torch.strided
         if gradient is None or gradient.shape != block.argument.shape:
             segment.zero_()
             continue
