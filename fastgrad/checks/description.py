@@ -23,7 +23,7 @@ def subject(func: Callable[..., Any], problem: Problem) -> Subject:
     parameters = parameter_names(func)
     results: tuple[str, ...] = ()
     if isinstance(func, Backward):
-        parameters, results = _names_in_second_order(func, problem, parameters)
+        parameters, results = _names_in_second_order(func, parameters)
     kinds = {block.position: kind_of(block.tensor) for block in problem.inputs}
     return Subject(
         function_name(func),
@@ -36,14 +36,12 @@ def subject(func: Callable[..., Any], problem: Problem) -> Subject:
     )
 
 
-def _names_in_second_order(
-    backward: Backward, problem: Problem, parameters: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _names_in_second_order(backward: Backward, parameters: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the arguments of a backward and of its results; parameters: the names of func's parameters."""
-    numbers = {block.position: block.index for block in problem.inputs}
+    numbers = {position: number for number, position in enumerate(backward.inputs)}
     names = list(parameters[: backward.count])
     names += [f"in{numbers[i]}" if i in numbers else "" for i in range(len(names), backward.count)]
-    checked = [names[i] for i in sorted(numbers) if i < backward.count]
+    checked = [names[i] for i in backward.inputs]
     several = backward.grad_output_count > 1
     names += [f"grad_outputs[{k}]" if several else "grad_output" for k in range(backward.grad_output_count)]
     return tuple(names), gradient_names(checked, backward)

@@ -83,8 +83,8 @@ class Backward:
     but a new one does not, no graph is used again.
 
     made: how the grad_outputs were made, for messages. count, grad_output_count: number of the inputs, which come
-    first, and of the grad_outputs. exist: which inputs that require grad had a gradient in the last call. is_custom:
-    whether func runs custom code in backward.
+    first, and of the grad_outputs. inputs: the positions of the inputs that require grad. exist: which of these inputs
+    had a gradient in the last call. is_custom: whether func runs custom code in backward.
     """
 
     _positions: Sequence[int] = ()
@@ -102,11 +102,11 @@ class Backward:
         self.made = made
         self._func = self.__wrapped__ = func
         self.count, self.grad_output_count = len(inputs), len(grad_outputs)
-        self._inputs = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
+        self.inputs = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
         self._grad_outputs = [i for i, value in enumerate(grad_outputs) if value.requires_grad]
         self._record_forward = torch.is_grad_enabled()
         self._unrecorded = native.UnrecordedBackward(
-            func, _reject_outputs, self.count, self._inputs, self._grad_outputs, self._record_forward
+            func, _reject_outputs, self.count, self.inputs, self._grad_outputs, self._record_forward
         )
         self.exist: list[bool] = []
         self.is_custom = False
@@ -133,7 +133,7 @@ class Backward:
     def _recorded(self, *arguments: Any) -> list[Tensor | None]:
         self.forget()
         inputs, grad_outputs = arguments[: self.count], arguments[self.count :]
-        checked = [inputs[i] for i in self._inputs]
+        checked = [inputs[i] for i in self.inputs]
         for value in [*checked, *(grad_outputs[i] for i in self._grad_outputs)]:
             if not value.requires_grad:
                 value.requires_grad_()
@@ -192,12 +192,12 @@ class Backward:
         given = list(arguments[: self.count])
 
         def outputs(*checked: Tensor) -> tuple[Tensor, ...]:
-            for i, value in zip(self._inputs, checked, strict=True):
+            for i, value in zip(self.inputs, checked, strict=True):
                 given[i] = value
             results = as_tuple(self._func(*given))
             return tuple([results[position] for position in self._positions])
 
-        pull_back = torch.func.vjp(outputs, *[given[i] for i in self._inputs])[1]
+        pull_back = torch.func.vjp(outputs, *[given[i] for i in self.inputs])[1]
         gradients = pull_back(arguments[self.count :])
         return tuple([gradient for gradient, exists in zip(gradients, self.exist, strict=True) if exists])
 

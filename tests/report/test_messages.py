@@ -402,6 +402,21 @@ def test_second_order_names_gradients_and_grad_outputs(wrong: str, worst: str) -
     assert "  where  " not in text  # the first line has both names
 
 
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_second_order_names_gradients_of_a_tensor_that_is_passed_twice(fast_mode: bool) -> None:
+    w, y = (torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (2.0, 3.0))
+
+    def func(*factors: torch.Tensor) -> torch.Tensor:
+        return factors[0] * factors[1].detach() * factors[2].sin()
+
+    for inputs in ((w, w, y), (y, w, w)):
+        report = fastgrad.check(func, inputs, order=2, fast_mode=fast_mode)
+        assert report.verdict == "failed"
+        with pytest.raises(fastgrad.GradcheckError) as raised:
+            fastgrad.gradgradcheck(func, inputs, fast_mode=fast_mode)
+        assert raised.value.report.subject.results == ("grad(in0)", "grad(in1)", "grad(in2)")
+
+
 @pytest.mark.parametrize(
     ("backward", "where"),
     [
