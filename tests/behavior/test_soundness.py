@@ -1084,6 +1084,26 @@ def test_a_func_that_returns_the_same_graph_again() -> None:
     assert fastgrad.gradcheck(memoized, x)
 
 
+def test_a_backward_that_returns_the_same_tensor_again() -> None:
+    """The graph of the tensor contains those of earlier calls, which torch's checker has freed."""
+
+    class ReusedBuffer(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return buffer.copy_(grad * ctx.saved_tensors[0].cos())
+
+    x = torch.linspace(0.3, 0.9, 5, dtype=torch.float64).requires_grad_()
+    buffer = torch.zeros(5, dtype=torch.float64)
+    assert not torch.autograd.gradgradcheck(ReusedBuffer.apply, x, raise_exception=False)
+    buffer = torch.zeros(5, dtype=torch.float64)
+    assert fastgrad.gradgradcheck(ReusedBuffer.apply, x)
+
+
 def scaled_sines(scale: float, error: float) -> Func:
     """The function s sin(s x) + s x[0], s = scale; its jvp adds error times the tangent of the last element."""
 
