@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrad.core import native
 from fastgrad.core.plain import operators, patterns
@@ -56,6 +59,55 @@ def test_steps_are_the_same_bit_for_bit(dtype: torch.dtype) -> None:
     operators.perturb_coordinate_(ours, origin, 5, -1, 1e-6, 2.0**-6, 3)
     torch.ops.fastgrad.perturb_coordinate_(theirs, origin, 5, -1, 1e-6, 2.0**-6, 3)
     assert torch.equal(ours, theirs)
+
+
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x,
+    lambda x: x.t().contiguous().t(),
+    lambda x: x.new_zeros(5, 14)[:, ::2].copy_(x),
+    lambda x: x.conj().clone().conj(),
+    lambda x: x[0, 0].clone(),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_coordinates_are_perturbed_alike_in_each_layout(layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    origin = layout(torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=dtype))
+    ours, theirs = origin.clone(memory_format=torch.preserve_format), origin.clone(memory_format=torch.preserve_format)
+    origin = origin.resolve_conj().contiguous()
+    size = operators.coordinate_count(origin)
+    for coordinate in range(size):
+        restored = torch.tensor([(coordinate + 1) % size, -1, size])
+        for values, perturb in ((ours, operators.perturb_coordinates_), (theirs, native.ops.perturb_coordinates_)):
+            perturb(values, origin, torch.tensor([coordinate]), 1, 0.25, 0.5, restored if size > 2 else None)
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, origin)
+
+
+class _Sizes(TorchDispatchMode):
+    """Notes the size of the largest tensor that an operator has made, other than a view of `values`."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.memory, self.largest = values.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for made in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() != self.memory:
+                self.largest = max(self.largest, made.untyped_storage().nbytes() // made.element_size())
+        return found
+
+
+@pytest.mark.parametrize("restored", [None, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_the_other_coordinates_are_not_copied(dtype: torch.dtype, restored: int | None) -> None:
+    values = torch.zeros(1000, dtype=dtype)
+    with _Sizes(values) as sizes:
+        operators.perturb_coordinate_(values, values, 3, 1, 0.25, 0.5, restored)
+    assert sizes.largest < 10
+    assert torch.view_as_real(values)[1, 1] == 0.25 if dtype.is_complex else values[3] == 0.25
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -74,17 +74,28 @@ def perturb_coordinates_(
     relative_step: float,
     restored: Tensor | None = None,
 ) -> None:
-    chosen = coordinates.to(values.device)
-    at_x, now = real_coordinates(origin), real_coordinates(values)
+    chosen, at_x = coordinates.to(values.device), real_coordinates(origin)
     if restored is not None:
-        own, size = restored.to(now.device), now.numel()
-        marked = torch.zeros(size + 1, dtype=torch.bool, device=now.device)
-        marked.index_fill_(0, torch.where((own >= 0) & (own < size), own, size), True)
-        now = torch.where(marked[:size], at_x, now)
+        own = restored.to(values.device)
+        # Instead of numbers that are no coordinates, the first chosen coordinate is restored, which is written below.
+        own = torch.where((own >= 0) & (own < len(at_x)), own, chosen[:1])
+        _write(values, own, at_x.index_select(0, own))
     found = at_x.index_select(0, chosen)
     if sign:
         found = moved(found, sign * coordinate_step(found, eps, relative_step))
-    values.copy_(with_coordinates(now.index_copy(0, chosen, found), values))
+    _write(values, chosen, found)
+
+
+def _write(tensor: Tensor, coordinates: Tensor, values: Tensor) -> None:
+    """Sets some real coordinates of a tensor; all others are neither read nor written."""
+    view, places = tensor, list[Tensor]()
+    if tensor.is_complex():
+        view = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+        values = torch.where(coordinates % 2 == 1, -values, values) if tensor.is_conj() else values
+    for size in reversed(view.shape):
+        places.insert(0, coordinates % size)
+        coordinates = coordinates // size
+    view.index_put_(tuple(places), values) if places else view.copy_(values[-1])
 
 
 @hidden_from_autograd
