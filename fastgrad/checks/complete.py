@@ -227,8 +227,8 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
             failure = check_new_grad_outputs(problem, settings, backward)
     if failure is None and settings.check_forward_ad:
         failure = _forward_failure(problem, settings, findings)
-    elif failure is not None and failure.kind == "mismatch" and failure.mode == "forward":
-        # If an entry is wrong in some calls only, report that calls differ, which is the cause.
+    elif failure is not None and failure.kind in ("mismatch", "nonlinear") and failure.mode == "forward":
+        # If values are wrong in some calls only, report that calls differ, which is the cause.
         failure = _varying_tangents(problem, settings, findings) or failure
     if failure is None and findings.vjp_varies:
         failure = nondeterministic(problem.outputs[0])

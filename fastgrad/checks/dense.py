@@ -187,6 +187,10 @@ def _linearity_failure(problem: Problem, linearity: LinearityTest, settings: Set
         return failure
 
 
+KEPT = 65536
+"""Largest number of elements of the first tangents that are kept to be computed again, and of their directions."""
+
+
 class ForwardComparison:
     """Compares the Jacobians by forward-mode AD with the numerical ones, and tests that the jvp is linear."""
 
@@ -198,6 +202,7 @@ class ForwardComparison:
         self._linearity = TangentLinearityTest(problem, settings)
         self._pairs: dict[tuple[bool, int, int], tuple[Part, PairComparison]] = {}
         self._domains_match = True
+        self._kept: Tensor | None = None  # the first columns; a failure may only be in some calls of jvp
 
     def add(self, first: int, columns: Tensor) -> None:
         """Compares the numerical columns from `first` on, shape (count, m), with JVPs: one evaluation each."""
@@ -215,9 +220,19 @@ class ForwardComparison:
                 self._pairs[key] = part, PairComparison(output, block, self._settings.of(block.index), "forward")
             self._pairs[key][1].add(analytical, numerical, element, 0)
         self._linearity.add(first, tangents)
+        if self._kept is None:
+            self._kept = tangents[: max(1, KEPT // max(tangents.shape[1], self._problem.n))].clone()
 
     def failure(self) -> Failure | None:
-        """The failure, if any, after all columns were added."""
+        """The failure, if any, after all columns were added; findings then have tangents to compute again."""
+        failure = self._failure()
+        if failure is not None and self._kept is not None:
+            one_hot = torch.eye(len(self._kept), self._problem.n, dtype=torch.float64, device=self._problem.device)
+            directions, products = map(torch.cat, zip((one_hot, self._kept), self._linearity.run, strict=True))
+            self._findings.tangents = directions, [-1] * len(directions), products
+        return failure
+
+    def _failure(self) -> Failure | None:
         if self._settings.check_grad_dtypes and not self._domains_match:
             return Failure("tangent dtype", mode="forward")
         for key in sorted(self._pairs):

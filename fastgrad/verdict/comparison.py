@@ -108,6 +108,7 @@ class Findings:
         self.sample = other.sample or self.sample
         self.backward, self.early = other.backward or self.backward, other.early or self.early
         self.vjp_varies = self.vjp_varies or other.vjp_varies
+        self.tangents = self.tangents or other.tangents
         if other.undecided is not None:
             self.undecided = max(other.undecided, self.undecided or 0.0)
 

@@ -377,7 +377,8 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
                 continue
             part: Part = ("imaginary" if imaginary else "real") if output.is_complex else "all"
             element, *last = one_hot_elements(output.tensor.numel(), settings.seed)
-            rows, again, match = problem.analytical_rows(output, imaginary, element, 1, repeated=1, scale=REPEAT_SCALE)
+            run = partial(problem.analytical_rows, output, imaginary, element, 1, repeated=1, scale=REPEAT_SCALE)
+            rows, again, match = run()
             found[output.first + element * output.width + int(imaginary)] = rows[0]
             failure = partial(Failure.at, output=output, part=part)
             if settings.check_grad_dtypes and not match.dtypes:
@@ -390,6 +391,11 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
             moves = not match.repeats and settings.nondet_tol and rows_vary(problem, output, part, element, 1, 0.0)
             room = settings.nondet_tol if moves else 0.0
             if not match.repeats and any(differ(left, right, own.atol + room, False) for own, left, right in pairs):
+                # Two gradients also differ if one of the runs was wrong.
+                later, later_again, _ = run()
+                runs = (rows, later), (again, later_again)
+                if any(differ(before, after, settings.nondet_tol, False) for before, after in runs):
+                    return failure("nondeterministic"), found
                 detail = (
                     f"grad_outputs of 1 and of {REPEAT_SCALE:g} at element {list(output.element_index(element))} of "
                     f"output {output.index} give gradients that are not multiples of each other"
@@ -450,6 +456,10 @@ def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, grad
     allowed = 2 * (atol * largest(cotangent.abs()) + rtol * gradient.abs())  # both gradients may have errors
     if failure is not None or bool((error.abs() <= allowed).all()):
         return failure
+    again = problem.vjp(torch.stack([cotangent, scale * cotangent]))
+    movement = settings.nondet_tol * float(cotangent.abs().sum()) * abs(scale)
+    if differ(again, torch.cat([gradient[None], scale * scaled]), movement, False):
+        return nondeterministic(problem.outputs[0])  # two gradients also differ if one of the runs was wrong
     addends = f"gradients for {scale:g} times this grad_output, divided by {scale:g},"
     return _sum_failure(problem, settings, gradient, scaled, "for a random grad_output", addends)
 

@@ -91,6 +91,11 @@ class TangentLinearityTest:
     random half of the negative components of the first set to zero. So every component is negative in one of the two.
     The columns, which are not repeated, were computed with positive components. J u is also compared with
     `Problem.unexplained_jvps`.
+
+    Attributes
+    ----------
+    run
+        The tangents that `failure` has run and their JVPs: float64, shapes (count, n) and (count, m).
     """
 
     def __init__(self, problem: Problem, settings: Settings) -> None:
@@ -103,6 +108,7 @@ class TangentLinearityTest:
         shape = 2, self._directions.shape[0], problem.m
         self._sums, self._squares = torch.zeros(shape, dtype=torch.float64, device=problem.device).unbind()
         self._error = self._sums
+        self.run = self._directions[:0], self._sums[:0]
 
     def add(self, first: int, tangents: Tensor) -> None:
         """Adds the analytical columns from `first` on, shape (count, m), to J u."""
@@ -120,6 +126,7 @@ class TangentLinearityTest:
         except Exception as error:  # one-hot tangents did not raise
             raise_unless_of_func(error)
             return raised_for("a random tangent", error, "forward")
+        self.run = self._directions[:2], products
         self._error = (products - self._sums[:2]).nan_to_num_(0.0, 0.0, 0.0)  # infinite entries were compared before
         if self._summed is not None:
             products = torch.cat([products, self._summed.product[None]])

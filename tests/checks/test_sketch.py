@@ -348,6 +348,16 @@ def test_a_backward_that_is_wrong_once_does_not_pass(n: int, call: int) -> None:
     assert not fast(doubled(lambda gradient, calls: 1.1 * gradient if calls == call else gradient), normal(n)).passed
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("n", [40, 2000])
+def test_a_backward_that_is_right_or_wrong_for_a_while_is_not_called_nonlinear(n: int, first: bool) -> None:
+    kinds = []
+    for last in range(5, 15):
+        failure = fast(doubled(lambda g, call, last=last: 1.1 * g if (call <= last) == first else g), normal(n)).failure
+        kinds.append(failure.kind if failure is not None else "passed")
+    assert set(kinds) <= {"nondeterministic", "mismatch"}
+
+
 @pytest.mark.parametrize("n", [40, 2000, LARGE])
 @pytest.mark.parametrize("wrong", [lambda g: -g, lambda g: 1.5 * g])
 def test_a_path_for_sparse_grad_outputs(n: int, wrong: Callable[[Tensor], Tensor]) -> None:
