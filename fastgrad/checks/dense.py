@@ -187,8 +187,9 @@ def _linearity_failure(problem: Problem, linearity: LinearityTest, settings: Set
         return failure
 
 
-KEPT = 65536
-"""Largest number of elements of the first tangents that are kept to be computed again, and of their directions."""
+KEPT_ELEMENTS = 65536
+"""Largest number of elements of the first columns that are kept to be compared with later ones, and of their one-hot
+directions: half a megabyte each."""
 
 
 class ForwardComparison:
@@ -221,7 +222,7 @@ class ForwardComparison:
             self._pairs[key][1].add(analytical, numerical, element, 0)
         self._linearity.add(first, tangents)
         if self._kept is None:
-            self._kept = tangents[: max(1, KEPT // max(tangents.shape[1], self._problem.n))].clone()
+            self._kept = tangents[: max(1, KEPT_ELEMENTS // max(tangents.shape[1], self._problem.n))].clone()
 
     def failure(self) -> Failure | None:
         """The failure, if any, after all columns were added; findings then have tangents to compute again."""
