@@ -228,7 +228,7 @@ def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivati
 
 
 def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor, float]]:
-    """Yields directional derivatives at eps, then at one other step, with the result of `_weight` for them.
+    """Yields directional derivatives at eps, then at one or two other steps, with the result of `_weight` for them.
 
     At eps, they are yielded first without measuring rounding inside func, if two evaluations show no noise, then with
     it. A step at which the noise is too large is not yielded, but kept in `check.steps` like the others; if the first

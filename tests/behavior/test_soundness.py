@@ -16,6 +16,7 @@ from torch.autograd import Function
 import fastgrad
 from fastgrad.report.settings import Engine
 from tests.planted.adversary import ATTACKS
+from tests.planted.row import function
 
 SEEDS = {("auto", 12): 4, ("auto", 600): 2, ("dense", 12): 2, ("compressed", 12): 2}
 """Number of seeds by engine and number of elements; all other combinations have one."""
@@ -1086,22 +1087,12 @@ def test_a_func_that_returns_the_same_graph_again() -> None:
 
 def test_a_backward_that_returns_the_same_tensor_again() -> None:
     """The graph of the tensor contains those of earlier calls, which torch's checker has freed."""
-
-    class ReusedBuffer(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return buffer.copy_(grad * ctx.saved_tensors[0].cos())
-
+    func = function(torch.sin, lambda g, x: buffer.copy_(g * x.cos()))
     x = torch.linspace(0.3, 0.9, 5, dtype=torch.float64).requires_grad_()
     buffer = torch.zeros(5, dtype=torch.float64)
-    assert not torch.autograd.gradgradcheck(ReusedBuffer.apply, x, raise_exception=False)
+    assert not torch.autograd.gradgradcheck(func, x, raise_exception=False)
     buffer = torch.zeros(5, dtype=torch.float64)
-    assert fastgrad.gradgradcheck(ReusedBuffer.apply, x)
+    assert fastgrad.gradgradcheck(func, x)
 
 
 def scaled_sines(scale: float, error: float) -> Func:

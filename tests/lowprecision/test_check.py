@@ -744,9 +744,8 @@ def test_sums_that_accumulate_in_the_lower_dtype(count: int, verdict: str) -> No
     assert report.verdict == verdict, str(report)
     if verdict == "undecided":
         assert "check whether func accumulates in the lower dtype" in str(report)
-        assert "but the gradients of the rows that were compared alone do not" in str(
-            report
-        )  # fast mode compares hardly any row
+        # Fast mode compares hardly any row.
+        assert "but the gradients of the rows that were compared alone do not" in str(report)
     if verdict == "failed":
         assert "the error is in the gradient of a sum over outputs, not in a row that was compared alone" in str(report)
 
