@@ -40,7 +40,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.confirm import Found, difference_along, entry_in_row, located_failure
+from fastgrad.verdict.confirm import Found, difference_along, entry_in_row, located_failure, unspecified_failure
 from fastgrad.verdict.linearity import linearity_failure, one_hot_rows, scaled_failure, separate_failure
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION, nondeterministic, nondeterministic_func, raised_for
@@ -192,7 +192,8 @@ class _Screen:
         for row, size in search.doubtful.items():
             self._doubted[row] = min(size, self._doubted.get(row, math.inf))
         if not problem.unspecified <= settings.atol / 4:
-            return self._undecided(problem.unspecified)
+            failure = unspecified_failure(problem, settings, sketch.cotangents[0].vector())
+            return self._undecided(problem.unspecified) if failure is None else Screening(failure)
         if flagged is not None:
             return self._unconfirmed(differences, search, sketch.values[flagged[0]][flagged[1]])
         return self._verify(differences, search, sketch, weight)

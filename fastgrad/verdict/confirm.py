@@ -384,6 +384,39 @@ def _with_worst(
     return replace(pair.result(), worst=first, worst_entries=worst, unclear=unclear)
 
 
+def unspecified_failure(problem: Problem, settings: Settings, vector: Tensor) -> Failure | None:
+    """The failure of a row whose gradient is nonzero at an element that its sparse input does not specify.
+
+    Of two halves of the outputs, the one with the larger gradient at such elements is halved again. None if the
+    gradient of the last output is within its tolerance.
+
+    vector: a grad_output with such a gradient, shape (m,); no component is zero.
+    """
+    low, high = 0, problem.m
+    halves = torch.zeros(2, problem.m, dtype=torch.float64, device=problem.device)
+    while True:
+        middle = (low + high + 1) // 2
+        for half, rows in enumerate((slice(low, middle), slice(middle, high))):
+            halves[half] = 0.0
+            halves[half, rows] = vector[rows] if high - low > 1 else 1.0
+        found = problem.vjps_of(halves, [-1, -1])[1].unspecified
+        if not found:
+            return None
+        number, entry = max(found.items(), key=lambda item: excess(modulus(item[1].value), 1.0))
+        if high - low <= 1:
+            break
+        low, high = (middle, high) if entry.row else (low, middle)
+    output, block = block_with(problem.outputs, low), problem.inputs[number]
+    element, imaginary = divmod(low - output.first, output.width)
+    pair = PairComparison(output, block, settings.of(block.index))
+    pair.add_unspecified(element, entry.element, entry.value)
+    if not pair.mismatches:
+        return None
+    comparison = _with_worst(problem, settings.of(block.index).eps, pair, None, ())
+    part: Part = "all" if not output.is_complex else "imaginary" if imaginary else "real"
+    return _mismatch(output, block, part, pair.mode, comparison, RemeasuredEntry(pair.unspecified[0], UNSPECIFIED))
+
+
 def mismatch_failure(
     problem: Problem, plan: Plan, pair: PairComparison, part: Part, settings: Settings, findings: Findings
 ) -> Failure | None:

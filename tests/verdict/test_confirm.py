@@ -231,6 +231,36 @@ def test_a_gradient_within_its_tolerance_at_unspecified_elements_passes() -> Non
     assert fastgrad.gradcheck(MaskedCube.apply, inputs, masked=True, atol=1e-5)
 
 
+class MaskedSine(torch.autograd.Function):
+    """The sine of a sparse vector; backward adds `value` times grad_output[row] at an unspecified element."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, row: int, element: int, value: float) -> Tensor:
+        ctx.save_for_backward(s)
+        ctx.wrong = row, element, value
+        return s.to_dense().sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        values, (row, element, value) = ctx.saved_tensors[0].to_dense(), ctx.wrong
+        gradient = torch.where(values == 0, 0.0, values.cos() * grad_output)
+        gradient[element] += value * grad_output[row]
+        return gradient, None, None, None
+
+
+@pytest.mark.parametrize("row", [0, 4000, 6000])
+def test_fast_mode_names_a_gradient_at_an_unspecified_element(row: int) -> None:
+    """The Jacobian is too large to compare every entry."""
+    dense = torch.linspace(0.5, 1.5, 6001, dtype=torch.float64)
+    dense[1::2] = 0.0
+    inputs = (dense.to_sparse().requires_grad_(), row, 4001, 1e-3)
+    report = fastgrad.check(MaskedSine.apply, inputs, masked=True, fast_mode=True)
+    worst = report.failure.comparison.worst
+    assert (worst.output_index, worst.input_index) == ((row,), (4001,))
+    assert worst.analytical == pytest.approx(1e-3)
+    assert "a gradient must be zero at elements" in str(report)
+
+
 @pytest.mark.parametrize("n", [4, 6, 12, 48])
 def test_entries_next_to_near_ties_are_not_counted_as_wrong(n: int) -> None:
     """Their differences at eps are not their derivatives, and only one other entry is wrong."""
