@@ -462,9 +462,9 @@ std::vector<double> largest_residuals(
   check("directions", directions, directions.size(0), directions.size(1));
   check("derivatives", derivatives, directions.size(0), cotangents.size(1));
   check("gradients", gradients, cotangents.size(0), directions.size(1));
-  const auto on_cpu = [](const at::Tensor& matrix) { return matrix.is_cpu(); };
+  const auto is_small = [](const at::Tensor& matrix) { return matrix.is_cpu() && matrix.size(1) <= small_size; };
   std::vector<double> largest(cotangents.size(0), 0.0);
-  if (!on_cpu(cotangents) || !on_cpu(derivatives) || !on_cpu(gradients) || !on_cpu(directions)) {
+  if (!is_small(cotangents) || !is_small(derivatives) || !is_small(gradients) || !is_small(directions)) {
     if (largest.empty() || directions.size(0) == 0) {
       return largest;
     }

@@ -139,8 +139,6 @@ std::vector<at::Tensor> with_undefined_grads(const std::vector<at::Tensor>& outp
 }
 
 bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
-  // Up to this number, testing elements one by one takes less time than an operator, or not much more.
-  constexpr int64_t most = 1 << 14;
   if (gradient._is_zerotensor()) {
     return gradient.scalar_type() == input.scalar_type() && gradient.device() == input.device() &&
            gradient.sizes() == input.sizes();
@@ -154,7 +152,7 @@ bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
     return is_plain_zero(gradient.resolve_conj().resolve_neg(), input);
   }
   const bool is_complex = gradient.scalar_type() == at::kComplexDouble;
-  if (!(is_complex || gradient.scalar_type() == at::kDouble) || !is_plain_dense(gradient) || gradient.numel() > most ||
+  if (!(is_complex || gradient.scalar_type() == at::kDouble) || !is_plain_dense(gradient) ||
       gradient.scalar_type() != input.scalar_type() || gradient.device() != input.device() ||
       gradient.sizes() != input.sizes()) {
     return false;

@@ -30,8 +30,7 @@ from fastgrad.core.memory import OUT_OF_MEMORY, lacks_again
 from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
 from fastgrad.core.precision import ROUNDING, relative_step
-from fastgrad.engines.blocks import MAX_AT_ONCE
-from fastgrad.engines.plan import compares_undecided_entries, is_one_block, sketches, takes_first_look
+from fastgrad.engines.plan import compares_undecided_entries, is_one_block, sketches, sums_fit, takes_first_look
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.small_backward import SmallBackward
@@ -107,7 +106,7 @@ def _values_pass(check: SmallCheck) -> bool:
     """Whether derivatives and differences agree, in sums or entry by entry, and nothing is left to judge."""
     problem, settings = check.problem, check.settings
     if sketches(problem, settings):
-        return problem.n + problem.m <= MAX_AT_ONCE and _modes_agree(check, sums_agree, products_agree)
+        return sums_fit(problem, settings) and _modes_agree(check, sums_agree, products_agree)
     pattern = guessed_pattern(check)
     if pattern is not None and entries_agree(check, pattern):
         return True

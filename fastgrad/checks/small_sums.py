@@ -110,7 +110,7 @@ def sums_agree(check: SmallCheck, weighted: bool = True) -> bool:
             return False
         if not weight.numel() and not _early_agrees(settings, differences, plain, early):
             continue
-        made = _grad_outputs(check, weight)
+        made = _grad_outputs(check, weight) if weight.numel() else plain
         if done is None or done[0] is not made:
             gradients = check.noted(partial(_all_vjps, check, made, plain, early))
             if gradients is None:
@@ -445,8 +445,10 @@ def _all_vjps(
 
 def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
     """Adds cotangents and their VJPs to those whose sum is checked by one later VJP."""
-    earlier = check.products or (vectors[:0], gradients[:0])
-    check.products = torch.cat([earlier[0], vectors]), torch.cat([earlier[1], gradients])
+    if check.products is None:
+        check.products = vectors, gradients
+    else:
+        check.products = torch.cat([check.products[0], vectors]), torch.cat([check.products[1], gradients])
 
 
 @phase("repeated calls")

@@ -15,6 +15,7 @@ from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.memory import free_bytes
 from fastgrad.core.native import SmallProblem
 from fastgrad.engines import cost_model, executor
+from fastgrad.engines.blocks import MAX_AT_ONCE
 from fastgrad.problem.first_look import FirstLook, usual_seconds
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
@@ -75,6 +76,10 @@ MIN_COLUMNS_FOR_FIRST_LOOK = 12
 """Least number of columns for which it pays off to test, by two evaluations, whether differences need a graph. Without
 a graph, the two evaluations per column are cheaper."""
 
+SUM_BYTES = 300
+"""Bytes per coordinate of inputs and outputs that a small check holds to compare random sums, measured for 300,000 and
+1,000,000 coordinates: 170 to 280, with those of func."""
+
 MIN_PROBES = 14
 """Least number of calls for probing: with fewer, blocks are halved three times at most, and no pattern is found."""
 
@@ -100,6 +105,14 @@ def sketch_size(confidence: float) -> int:
     threshold / error in every direction: the probability of this is at most 2 (threshold / error)^count.
     """
     return max(2, math.ceil(math.log(2 / (1 - confidence)) / math.log(PAIR_RATIO)))
+
+
+def sums_fit(problem: SmallProblem, settings: Settings) -> bool:
+    """Whether a small check may compare random sums: all its vectors are held at once, on the CPU."""
+    size = problem.n + problem.m
+    needed = SUM_BYTES * size
+    on_cpu = problem.tensor_device.type == "cpu"
+    return size <= MAX_AT_ONCE or (on_cpu and needed <= _memory_limit(settings, needed))
 
 
 def detection_limit(settings: Settings) -> float:

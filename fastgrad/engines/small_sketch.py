@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.native import Layout
-from fastgrad.engines.blocks import REPEAT_SCALE, one_hot_elements
+from fastgrad.engines.blocks import MAX_AT_ONCE, REPEAT_SCALE, one_hot_elements
 from fastgrad.engines.sketch import cotangents, imaginary_parts
 
 REPEATED, RUNS = 1, 3
@@ -78,10 +78,15 @@ class ScreeningGradOutputs:
     of_all: int
 
 
-@lru_cache(64)
 def screening_grad_outputs(layout: _Layout, seed: int, count: int, is_custom: bool) -> ScreeningGradOutputs:
     """The grad_outputs for outputs of this layout; `count` of them are random and dense."""
     m = sum(width * elements for _, width, elements in layout)
+    make = _unweighted_grad_outputs if m <= MAX_AT_ONCE else _unweighted_grad_outputs.__wrapped__
+    return make(layout, seed, count, is_custom, m)
+
+
+@lru_cache(64)
+def _unweighted_grad_outputs(layout: _Layout, seed: int, count: int, is_custom: bool, m: int) -> ScreeningGradOutputs:
     return weighted_grad_outputs(layout, seed, count, is_custom, torch.ones(m, dtype=torch.float64))
 
 

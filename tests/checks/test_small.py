@@ -72,6 +72,45 @@ def test_cost_in_fast_mode(func: Func, n: int, evaluations: int, vjps: int) -> N
     assert (report.evaluations, report.vjps) == (evaluations, vjps)
 
 
+@pytest.mark.parametrize(
+    ("func", "vjps"),
+    [
+        (torch.sin, 7),
+        # One dense grad_output also for each output separately, and the other output's undefined.
+        (lambda x: (x.sin(), x.cos()), 11),
+    ],
+)
+def test_cost_of_a_large_function_in_fast_mode(func: Func, vjps: int) -> None:
+    """Curvature takes one more evaluation along each direction but the first."""
+    report = fastgrad.check(func, leaf(20_000), fast_mode=True)
+    assert (report.verdict, report.evaluations, report.vjps) == ("passed", 8, vjps)
+
+
+def test_little_memory_leaves_a_large_function_to_the_complete_check() -> None:
+    report = fastgrad.check(torch.sin, leaf(20_000), fast_mode=True, memory_limit=10_000_000)
+    assert (report.verdict, report.evaluations, report.vjps) == ("passed", 10, 14)
+
+
+def test_the_rounding_of_a_long_sum_takes_a_larger_step() -> None:
+    report = fastgrad.check(lambda x: x.cumsum(0) / x.numel(), leaf(50_000), fast_mode=True)
+    assert report.passed
+    assert report.evaluations < 20
+
+
+def test_one_wrong_entry_of_a_large_function_is_found_in_fast_mode() -> None:
+    def backward(g: Tensor, x: Tensor) -> Tensor:
+        gradient = g * x.cos()
+        gradient[777] += 1e-3 * g[9999]
+        return gradient
+
+    report = fastgrad.check(function(torch.sin, backward), leaf(20_000), fast_mode=True)
+    assert report.failure is not None
+    assert report.failure.comparison is not None
+    worst = report.failure.comparison.worst
+    assert worst is not None
+    assert (worst.output_index, worst.input_index) == ((9999,), (777,))
+
+
 def test_cost_after_a_jump() -> None:
     """Func jumps if an element of the target moves. Random directions do not decide, so all entries are compared.
 
