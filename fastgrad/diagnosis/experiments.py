@@ -18,6 +18,9 @@ MORE_CALLS = 96
 """Number of calls of func and backward that experiments may take in addition to the number that the check itself
 took."""
 
+OTHER_CALLS = 72
+"""Number of these calls that a sample of the entries leaves to the other experiments."""
+
 SECONDS = 1.0
 """Largest wall time of the experiments, in seconds; with the measured time of a call, it limits their calls."""
 
@@ -34,7 +37,6 @@ class Experiments:
         self._record = report.plan.record_graph if report.plan else True
         self._before = self._calls()
         used = report.evaluations + report.vjps
-        self._affordable = used
         self._most = used + MORE_CALLS
         self._cost = report.seconds / max(1, used)
         self._start = time.perf_counter()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.core.tensors import element_index, element_number
-from fastgrad.diagnosis.experiments import Experiments
+from fastgrad.diagnosis.experiments import OTHER_CALLS, Experiments
 from fastgrad.problem.coordinates import Block
 from fastgrad.report.evidence import Sample
 from fastgrad.report.failure import Comparison, Entry
@@ -38,7 +38,7 @@ class Samples(Experiments):
         if comparison.analytical is not None and comparison.numerical is not None:
             # In torch's layout: one row per input element, also for a sparse input.
             sample = self._of_matrices(comparison.analytical.t(), comparison.numerical.t(), output, block)
-        elif whole <= min(self._affordable, self._left()) and rows * columns <= 1 << 22:
+        elif whole <= self._left() - OTHER_CALLS and rows * columns <= 1 << 22:
             sample = self._try(whole, lambda: self._whole(output, block))
         if sample is None and self._known_sample is not None:
             chosen = _thinned(self._known_sample.failing, self._settings.seed)
@@ -81,7 +81,7 @@ class Samples(Experiments):
         if block.elements is not None:
             where = {int(element): k for k, element in enumerate(block.elements.tolist())}
             chosen = [where[element] for element in chosen if element in where]
-        budget = self._left() - 40
+        budget = self._left() - OTHER_CALLS
         count = max(1, min(MAX_COLUMNS, budget // (4 * block.width)))
         chosen = chosen[:count]
         columns = [block.first + block.width * element for element in chosen]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.checks.order import check
-from fastgrad.core.native import IS_NATIVE
 from fastgrad.diagnosis import experiments
 from fastgrad.diagnosis.causes import _of_stairs, diagnose
 from fastgrad.diagnosis.value_causes import constant_factor, is_zero
@@ -96,12 +95,8 @@ def test_at_most_one_in_ten_is_confused_and_every_cause_is_planted() -> None:
     assert min(len(CAUSES), len(BLIND)) >= 36
 
 
-SEED = 0 if IS_NATIVE else 1
-"""Without a small check, fast mode makes so few calls with seed 0 that a search for causes may not see all entries."""
-
-
 @pytest.mark.parametrize(
-    "keywords", [{"engine": "dense"}, {"engine": "compressed"}, {"engine": "sketch", "fast_mode": True, "seed": SEED}]
+    "keywords", [{"engine": "dense"}, {"engine": "compressed"}, {"engine": "sketch", "fast_mode": True, "seed": 2}]
 )
 def test_every_engine_leads_to_the_same_cause(keywords: dict[str, Any]) -> None:
     seen = set()
