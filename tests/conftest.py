@@ -28,7 +28,6 @@ OF_THE_COMPILED_MODULE = {
     "test_other_tensors_are_refused": "plain Python does not check its own arguments",
     "test_memory_stays_near_the_vectors": "plain Python holds more vectors at a time",
     "test_a_memory_limit_holds_a_sparse_jacobian": "plain Python takes more memory for a pattern and its entries",
-    "test_a_small_check_that_ran_out_of_memory_is_run_again": "plain Python has no small check",
     "test_the_first_graph_has_other_gradients": "plain Python has no small check",
     "test_an_error_that_does_not_come_again_is_raised": "plain Python has no small check",
     "test_the_profiler_shows_the_phases_of_small_checks": "plain Python has no small check",
