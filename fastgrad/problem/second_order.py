@@ -56,12 +56,17 @@ def made_by(grad_outputs: Any, noncontiguous: bool) -> GradOutputs:
     return "ones"
 
 
+def _may_be_invalid(value: Tensor) -> bool:
+    """Whether an input cannot be restored after a call of func, or may overlap itself in memory."""
+    return value.is_nested or value.is_meta or (value.layout is torch.strided and not value.is_contiguous())
+
+
 def grad_outputs_for(
     func: Callable[..., Any], inputs: tuple[Any, ...], made: GradOutputs, seed: int
 ) -> tuple[Tensor, ...]:
     """Calls func, and makes one grad_output per output that requires grad."""
     checked = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
-    if not checked or any(value.is_meta or value.is_nested for value in checked):
+    if not checked or any(_may_be_invalid(value) for value in checked):
         differentiable_inputs(inputs, (), False)  # if inputs are invalid, this raises before func is called
     with SavedState(inputs):
         outputs = differentiable_outputs(evaluated_and_restored(func, inputs))

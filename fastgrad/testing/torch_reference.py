@@ -13,6 +13,7 @@ import torch
 from torch.autograd.gradcheck import GradcheckError
 
 from fastgrad.problem.arguments import as_tuple
+from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.second_order import grad_outputs_for
 
 Value = TypeVar("Value")
@@ -62,6 +63,7 @@ def is_calling_torch() -> bool:
     return _asking.get()
 
 
+@restores_caller_state  # torch's checker leaves inputs perturbed if func raises
 def torch_gradcheck(func: Callable[..., Any], inputs: Any, **keywords: Any) -> Outcome:
     """The outcome of torch's gradcheck for the same call, without keywords that only fastgrad has."""
     keywords = _spelled_for_torch(keywords)
@@ -69,6 +71,7 @@ def torch_gradcheck(func: Callable[..., Any], inputs: Any, **keywords: Any) -> O
         return outcome_of(lambda: torch.autograd.gradcheck(func, inputs, **keywords))
 
 
+@restores_caller_state
 def torch_gradgradcheck(func: Callable[..., Any], inputs: Any, grad_outputs: Any = None, **keywords: Any) -> Outcome:
     """The outcome of torch's gradgradcheck for the same call, without keywords that only fastgrad has."""
     keywords = _spelled_for_torch(keywords)

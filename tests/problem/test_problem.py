@@ -226,6 +226,17 @@ def test_overlapping_inputs_are_one_clear_error(make: Callable[[Tensor], tuple[T
     assert state.unchanged()
 
 
+@pytest.mark.parametrize(
+    "make", [lambda b: b[:1].expand(3), lambda b: b.as_strided((3, 2), (1, 1), 1)], ids=["stride 0", "overlapping"]
+)
+def test_overlap_is_the_error_of_second_order_too_if_func_raises(make: Callable[[Tensor], Tensor]) -> None:
+    def raises(x: Tensor) -> Tensor:
+        raise LookupError
+
+    with pytest.raises(RuntimeError, match=r"has a dimension with stride 0|overlaps itself in memory"):
+        fastgrad.gradgradcheck(raises, (make(leaf(6)),))
+
+
 def test_interleaved_views_do_not_overlap() -> None:
     base = leaf(6)
     assert both(lambda a, b: a * b, (base[0::2], base[1::2]))

@@ -21,6 +21,7 @@ from torch.testing._internal import common_utils
 
 import fastgrad
 from fastgrad.testing.patch import DisagreementError
+from fastgrad.testing.torch_reference import is_calling_torch
 from tests import processes
 
 
@@ -226,6 +227,20 @@ def test_compare_agrees_where_both_fail_or_both_raise() -> None:
         with pytest.raises(NotImplementedError, match="no forward-mode AD for sparse"):
             early(lambda s: s.to_dense(masked_grad=False) * 2, s, check_forward_ad=True)
     assert [check.differs for check in checks] == [False, False, False]
+
+
+def test_compare_restores_the_inputs_if_func_is_interrupted_in_torchs_checker() -> None:
+    x = normal(3)
+    values = x.detach().clone()
+
+    def interrupted(x: Tensor) -> Tensor:
+        if is_calling_torch() and not torch.equal(x, values):
+            raise KeyboardInterrupt
+        return x.sin()
+
+    with fastgrad.patch(compare=True), pytest.raises(KeyboardInterrupt):
+        early(interrupted, x)
+    assert torch.equal(x, values)
 
 
 def test_compare_gives_torch_the_random_numbers_that_fastgrad_had() -> None:
