@@ -40,8 +40,7 @@ def explained(report: Report, session: Session, arguments: tuple[Any, ...], chec
     failure = report.failure
     if failure is None and notes:
         (what, number), *_ = session.differences
-        of_gradient = what == "gradient"
-        places = None if of_gradient else number, number if of_gradient else None
+        places = number if what == "output" else None, number if what == "gradient" else None
         failure, *notes = Failure("ranks differ", *places, detail=notes[0]), *notes[1:]
         report = replace(report, failure=failure)
     if failure is None or failure.input is None or report.settings.grad_outputs is not None:

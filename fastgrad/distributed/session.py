@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fastgrad.core.ranks import RankError, RankFailure, Ranks, rank_failure
 from fastgrad.distributed.placements import Difference, Space, difference, dual, parts_of, whole_of
@@ -51,13 +51,15 @@ class Order:
 class Answer:
     """A rank's parts of the results, with requires_grad, and the placements of DTensors.
 
-    is_single: whether func returned a tensor, and not several.
+    is_single: whether func returned a tensor, and not several. written: per grad_output, its values after backward has
+    written to it, or None.
     """
 
     parts: tuple[Tensor | None, ...]
     differentiable: tuple[bool, ...]
     spaces: tuple[Space | None, ...] = ()
     is_single: bool = False
+    written: tuple[Tensor | None, ...] = ()
 
 
 @dataclass
@@ -108,19 +110,19 @@ class Member:
 
     def _backward(self, order: Order, graph: _LocalGraph) -> Answer:
         self._set(graph.values)
-        used: list[tuple[Tensor, Tensor]] = []
+        used: dict[int, tuple[Tensor, Tensor]] = {}
         leaves: list[Tensor] = []
-        for output, cotangent in zip(graph.outputs, order.cotangents, strict=True):
+        for k, (output, cotangent) in enumerate(zip(graph.outputs, order.cotangents, strict=True)):
             if cotangent is not None and output is not None and output.requires_grad:
-                leaves.append(cotangent.to(output.device, output.dtype, copy=True).requires_grad_(order.record))
-                used.append((output, leaves[-1]))
+                leaves.append(_copied(cotangent, output.device, output.dtype).requires_grad_(order.record))
+                used[k] = output, leaves[-1]
             elif order.record:  # an undefined grad_output: a leaf that gets no gradient
                 is_number = output is not None and (output.is_floating_point() or output.is_complex())
                 like = output if output is not None and is_number else torch.zeros(())
                 leaves.append(torch.zeros_like(like).requires_grad_())
         gradients: Sequence[Tensor | None] = [None] * len(graph.inputs)
         if used:
-            outputs, cotangents = zip(*used, strict=True)
+            outputs, cotangents = zip(*used.values(), strict=True)
             gradients = torch.autograd.grad(
                 outputs, graph.inputs, cotangents, create_graph=order.record, retain_graph=True, allow_unused=True
             )
@@ -128,7 +130,27 @@ class Member:
                 gradients = [_placed_as(x, gradient) for x, gradient in zip(graph.inputs, gradients, strict=True)]
         if order.record:
             self._graphs[order.graph] = _LocalGraph([*leaves, *graph.inputs], list(gradients), graph.values)
-        return _answer(gradients)
+        seen = [used[k][1].detach().cpu() if k in used else None for k in range(len(graph.outputs))]
+        pairs = zip(seen, order.cotangents, strict=True)
+        written = [
+            one if one is not None and given is not None and not _same(one, given) else None for one, given in pairs
+        ]
+        return replace(_answer(gradients), written=tuple(written))
+
+
+def _same(found: Tensor, given: Tensor) -> bool:
+    """Whether two grad_outputs have the same values, apart from the dtype."""
+    return torch.equal(found, given.to(found.dtype))
+
+
+def _copied(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A copy in memory of its own, with the strides of the original: backward may depend on them."""
+    held = tensor.detach()
+    for dimension, (size, stride) in enumerate(zip(held.shape, held.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            held = held.narrow(dimension, 0, 1)
+    copy = torch.empty_strided(held.shape, held.stride(), dtype=dtype, device=device)
+    return copy.copy_(held).expand(tensor.shape)
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
@@ -202,8 +224,8 @@ class Session:
     broken
         Why the ranks can no longer work together.
     differences
-        For each replicated tensor, the first place where ranks held different values: by ("output", number), or by
-        ("gradient", number of the input).
+        For each replicated tensor, the first place where ranks held different values: by ("output", number),
+        ("gradient", number of the input), or the name and number of a higher derivative.
     """
 
     def __init__(self, ranks: Ranks, member: Member, inputs: list[Space], outputs: Sequence[Space] | None) -> None:
@@ -226,22 +248,46 @@ class Session:
         found, differentiable = _by_result(answers)
         outputs, self.is_single = self._placed(answers[0].spaces), answers[0].is_single
         like = [[part for part in result if part is not None] for result in found]
-        self._note_differences("output", found, outputs)
+        self._note_differences([("output", k) for k in range(len(found))], found, outputs)
         return self._made(Graph(number, 0, self.inputs, outputs, self.base, like, found, differentiable), record)
 
     def backward(self, graph: Graph, cotangents: Sequence[Tensor | None], record: bool) -> Graph:
         """The gradients of a graph's inputs, for whole cotangents of its outputs."""
-        slots, none = zip(cotangents, graph.outputs, graph.output_like, strict=True), [None] * self._ranks.count
+        slots = zip(cotangents, graph.outputs, graph.output_like, strict=True)
+        none: Parts = [None] * self._ranks.count
         given = [none if v is None else cotangent_parts(v, space, like) for v, space, like in slots]
         number, of_rank = next(self._numbers), list(zip(*given, strict=True))
         orders = [Order(number, record, (), graph.number, own) for own in of_rank]
-        found, differentiable = _by_result(self._run(orders))
+        answers = self._run(orders)
+        self._pass_on_writes(cotangents, graph, given, answers)
+        found, differentiable = _by_result(answers)
         duals = [space.of_gradients for space in graph.outputs], [space.of_gradients for space in graph.inputs]
         inputs, like = [*duals[0], *graph.inputs], [*graph.output_like, *graph.input_like]
         made = Graph(number, graph.depth + 1, inputs, duals[1], like, graph.input_like, found, differentiable)
-        if graph.depth == 0:
-            self._note_differences("gradient", found, duals[1])
+        self._note_differences(self._names_of_gradients(graph), found, duals[1])
         return self._made(made, record)
+
+    def _pass_on_writes(
+        self, cotangents: Sequence[Tensor | None], graph: Graph, given: Sequence[Parts], answers: Sequence[Answer]
+    ) -> None:
+        """Writes to the grad_outputs what backward wrote to their parts on any rank, so that the check sees it."""
+        for k, (whole, space, parts) in enumerate(zip(cotangents, graph.outputs, given, strict=True)):
+            written = [answer.written[k] for answer in answers]
+            if whole is None or all(part is None for part in written):
+                continue
+            now = [part if part is not None else old for part, old in zip(written, parts, strict=True)]
+            if isinstance(space.gradient, Replicate):
+                now = [part for part in written if part is not None]
+            whole.copy_(whole_of([part for part in now if part is not None], space.gradient))
+
+    def _names_of_gradients(self, graph: Graph) -> list[tuple[str, int]]:
+        """The names and numbers of the gradients of a graph's inputs."""
+        if graph.depth != 1:
+            name = f"derivative of order {graph.depth + 1}, number" if graph.depth else "gradient"
+            return [(name, k) for k in range(len(graph.inputs))]
+        count, name = len(self.inputs), "the second derivative with respect to"
+        cotangents = [(f"{name} grad_output", k) for k in range(len(graph.inputs) - count)]
+        return cotangents + [(f"{name} input", k) for k in range(count)]
 
     def _placed(self, own: Sequence[Space | None]) -> list[Space]:
         """The placements of the results; own: those of results that are DTensors."""
@@ -284,13 +330,16 @@ class Session:
             raise failed
         return answers
 
-    def _note_differences(self, what: str, results: Sequence[Parts], spaces: Sequence[Space]) -> None:
-        for number, (parts, space) in enumerate(zip(results, spaces, strict=True)):
-            held = [part for part in parts if part is not None]
-            if len(held) == len(parts) and (what, number) not in self.differences:
+    def _note_differences(
+        self, names: Sequence[tuple[str, int]], results: Sequence[Parts], spaces: Sequence[Space]
+    ) -> None:
+        for name, parts, space in zip(names, results, spaces, strict=True):
+            like = next((part for part in parts if part is not None), None)
+            if like is not None and name not in self.differences:
+                held = [torch.zeros_like(like) if part is None else part for part in parts]  # None means zero
                 found = difference(held, space.placement)
                 if found is not None:
-                    self.differences[what, number] = found
+                    self.differences[name] = found
 
 
 def follow(ranks: Ranks, member: Member) -> Any:
@@ -311,8 +360,10 @@ def _attempt(member: Member, order: Order, rank: int) -> Answer | RankFailure:
 
 
 def cotangent_parts(cotangent: Tensor, space: Space, like: Sequence[Tensor]) -> Parts:
-    """The part of a grad_output for each rank."""
-    return [*parts_of(cotangent.detach().cpu(), space.gradient, [torch.zeros_like(part) for part in like])]
+    """The part of a grad_output for each rank, contiguous if the grad_output is."""
+    whole = _copied(cotangent, torch.device("cpu"), cotangent.dtype)
+    parts = parts_of(whole, space.gradient, [torch.zeros_like(part) for part in like])
+    return [part.contiguous() if cotangent.is_contiguous() else part for part in parts]
 
 
 def _by_result(answers: Sequence[Answer]) -> tuple[list[Parts], list[bool]]:

@@ -117,6 +117,36 @@ def test_dtensors_that_cannot_be(dims: int, keywords: dict[str, Any], error: typ
         fastgrad.distributed.check(torch.sin, (sharded(dims),), **keywords)
 
 
+class Doubled(torch.autograd.Function):
+    """2 x, with a backward that is wrong for grad_outputs with gaps or stride 0, or writes to its grad_output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.kind = kind
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        found = 2 * grad
+        if ctx.kind == "written":
+            grad.mul_(0.5)
+        is_expanded = 0 in grad.stride()
+        is_wrong = {"with gaps": not is_expanded and not grad.is_contiguous(), "expanded": is_expanded}
+        return found * (3 if is_wrong.get(ctx.kind) else 1), None
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+@pytest.mark.parametrize("kind", ["right", "with gaps", "expanded", "written"])
+def test_backward_gets_the_layouts_of_grad_outputs_and_may_not_write_to_them(
+    kind: str, placement: Any, fast_mode: bool
+) -> None:
+    report = fastgrad.distributed.check(
+        lambda x: Doubled.apply(x, kind), (leaf(3, 2),), placements=[placement], outputs=placement, fast_mode=fast_mode
+    )
+    assert report.verdict == ("passed" if kind == "right" else "failed"), str(report)
+
+
 def test_what_func_raises_is_a_rank_error() -> None:
     x = leaf(2, 3)
     with pytest.raises(fastgrad.distributed.RankError, match="rank 0 raised ZeroDivisionError"):

@@ -149,6 +149,11 @@ def on_first_rank(x: Tensor) -> Tensor:
     return summed if dist.get_rank() == 0 else same(x)
 
 
+def nothing_on_last_rank(x: Tensor) -> Any:
+    """A copy; None on the last rank."""
+    return None if dist.get_rank() == dist.get_world_size() - 1 else same(x)
+
+
 # Functions, by the backward of the operator in them.
 
 
@@ -305,6 +310,23 @@ def reduce_scattered(backward: Callable[[Tensor], Tensor], rank: int, count: int
     )
 
 
+def replicated(backward: Callable[[Tensor], Tensor], rank: int, count: int) -> Call:
+    """The same on every rank."""
+    copy = operator(same, backward)
+    return lambda x: copy(x.square()), (leaf(numbers(1, 3)),), {"placements": [Replicate()], "outputs": Replicate()}
+
+
+def replicated_cube(is_wrong: bool, rank: int, count: int) -> Call:
+    """Second derivatives of the same on every rank; if is_wrong, zero on the last rank."""
+
+    def cube(x: Tensor) -> Tensor:
+        fixed = x.detach()
+        return 3 * fixed**2 * x - 2 * fixed**3 if is_wrong and rank == count - 1 else x**3
+
+    keywords = {"placements": [Replicate()], "outputs": Replicate(), "order": 2}
+    return cube, (leaf(numbers(1, 3)),), keywords
+
+
 def dtensor_matmul(factor: float, rank: int, count: int) -> Call:
     """A product of DTensors, which have their own placements."""
     from torch.distributed.tensor import DTensor, init_device_mesh
@@ -429,6 +451,14 @@ def rows() -> list[Row]:
             reduce_scattered,
             gather,
             [("own part only", partial(padded, 0), MISSING), *off_by_ranks(gather)],
+        ),
+        *_named("replicated", replicated, same, [("no gradient on the last rank", nothing_on_last_rank, ())]),
+        Row("replicated cube", partial(replicated_cube, False)),
+        Row(
+            "replicated cube: zero second derivatives on the last rank",
+            partial(replicated_cube, True),
+            True,
+            is_first=True,
         ),
         Row("DTensor matmul", partial(dtensor_matmul, 1.0)),
         Row("DTensor matmul: half", partial(dtensor_matmul, 0.5), True),
