@@ -193,7 +193,7 @@ def _for_inputs(option: str, given: list[tuple[str, float]]) -> float | dict[str
         return given[0][1]
     if not all(name for name, _ in given):
         raise specs.SpecError(f"--{option} takes either one number or INPUT=VALUE, not both")
-    return dict(given)
+    return specs.by_name(f"--{option}", given)
 
 
 def _check(options: argparse.Namespace) -> int:

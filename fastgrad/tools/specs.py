@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def call(
     arguments = tuple(value for text in inputs for value in parse_input(text, generator, device))
     if not arguments:
         raise SpecError("pass one --input per positional argument of the function, for example --input 'float64[4,3]'")
-    named = dict(_keyword(text) for text in keywords)
+    named = by_name("--keyword", map(_keyword, keywords))
     func = find(function)
     if isinstance(func, type) and issubclass(func, torch.autograd.Function):
         func = func.apply
@@ -265,6 +265,16 @@ def _loaded(path: str, device: torch.device | str) -> tuple[Any, ...]:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             value.requires_grad_(not options)
     return values
+
+
+def by_name(option: str, given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Values by their names; raises if an option gives a name twice."""
+    found: dict[str, Any] = {}
+    for name, value in given:
+        if name in found:
+            raise SpecError(f"{option} gives {name} twice")
+        found[name] = value
+    return found
 
 
 def _keyword(text: str) -> tuple[str, Any]:

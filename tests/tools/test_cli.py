@@ -126,6 +126,8 @@ def test_tolerances_of_one_input(file: str, capsys: pytest.CaptureFixture[str]) 
         2,
         "fastgrad check: --atol takes either one number or INPUT=VALUE, not both\n",
     )
+    code, _, err = run(capsys, *wrong, "--atol", "inputs[0]=100", "--atol", "inputs[0]=1")
+    assert (code, err) == (2, "fastgrad check: --atol gives inputs[0] twice\n")
 
 
 def test_a_tolerance_that_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,6 +342,7 @@ def test_errors_of_func_and_of_inputs_are_no_verdict(file: str, capsys: pytest.C
         ("torch:sin", ("-i", "@broken.py,csr"), "after @FILE only nograd is allowed, got 'csr'"),
         ("torch:sin", ("-i", "float64[3]", "-k", "dim"), "a keyword must be name=value"),
         ("torch:sin", ("-i", "float64[3]", "-k", "dim=1+"), "a Python literal or a bare word, got 'dim=1+'"),
+        ("torch:sin", ("-i", "float64[3]", "-k", "dim=1", "-k", "dim=2"), "--keyword gives dim twice"),
         ("torch:sin", ("-i", "float64[3]", "--engine", "sketch"), "--engine sketch compares sums of entries"),
         ("torch:sin", ("-i", "float64[3]", "--device", "abacus"), "device 'abacus' cannot be used: "),
         ("torch:sin", ("-i", "float64[3]", "--html", "nowhere/page.html"), "there is no directory nowhere"),
