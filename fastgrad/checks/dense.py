@@ -128,7 +128,7 @@ def _jacobian_failure(
             backward, findings.vjp_varies = None, True
         elif agrees(problem, settings, backward, columns, findings):
             if calls.rows:
-                calls.compare_all(jacobian(problem, backward))
+                calls.compare_all(jacobian(problem, backward), backward.products)
             if not settings.check_forward_ad:
                 return None
             rows_remain = False

@@ -236,6 +236,33 @@ def test_a_gradient_that_is_wrong_on_all_graphs_but_the_last_one(n: int, seed: i
     assert fastgrad.check(Square.apply, leaf(n), seed=seed).passed
 
 
+@pytest.mark.parametrize("n", [8, 20, 90, 200])
+def test_a_gradient_that_is_wrong_on_every_second_graph(n: int) -> None:
+    """The first and the last graph of the check are wrong; the graph from which the rows are computed is right."""
+    graphs, error = 0, 0.03
+
+    class Sums(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            nonlocal graphs
+            graphs += 1
+            ctx.is_wrong = graphs % 2 == 1
+            return x.cumsum(0)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+            gradient = g.flip(0).cumsum(0).flip(0)
+            if ctx.is_wrong:
+                gradient[1] += error * g[n // 3]
+            return gradient
+
+    assert not torch.autograd.gradcheck(Sums.apply, leaf(n), raise_exception=False)
+    graphs = 0
+    assert not fastgrad.check(Sums.apply, leaf(n)).passed
+    error = 0.0
+    assert fastgrad.check(Sums.apply, leaf(n)).passed
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_gradient_that_differs_within_rtol_if_a_vjp_is_repeated(n: int) -> None:
     last: Tensor | None = None
