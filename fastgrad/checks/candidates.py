@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from fastgrad.engines import compressed
@@ -12,7 +13,7 @@ from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 from fastgrad.structure.detection import ProblemPatterns
-from fastgrad.structure.sparsity import Mask, Pattern
+from fastgrad.structure.sparsity import Mask, Pattern, with_whole_elements
 from fastgrad.verdict.numerical_certificate import Incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
@@ -94,4 +95,10 @@ class Candidates:
         assert self.pattern is not None
         if found.refuted and not self.pattern.is_numerical and may_hide_entries:
             self._finders = iter((partial(self.patterns.probe, watch_gradients=False),))
-        self.pattern = None if found.refuted else self.pattern.with_entries(found.rows, found.columns)
+        if found.refuted:
+            self.pattern = None
+            return
+        extended = self.pattern.with_entries(found.rows, found.columns)
+        # Comparisons take the coordinates of a complex element in pairs.
+        whole = with_whole_elements(extended, self._problem.inputs, self._problem.outputs)
+        self.pattern = replace(whole, is_numerical=extended.is_numerical)

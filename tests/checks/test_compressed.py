@@ -753,3 +753,20 @@ def test_an_input_next_to_the_domain_of_func_hides_nothing(
         worst = report.failure.comparison.worst
         assert worst is not None
         assert (worst.output_index, worst.input_index) == ((row,), (column,))
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_pattern_of_complex_elements_that_lacks_single_coordinates(missing: int) -> None:
+    """The gradient has real entries outside the pattern, which are within the tolerance."""
+    rows, columns = torch.tensor([200, 300][:missing]), torch.tensor([7, 60][:missing])
+
+    def func(z: Tensor) -> Tensor:
+        added = torch.zeros(400, dtype=torch.float64).index_add(0, rows, 0.5e-5 * z.real[columns])
+        return z * z + (added - added.detach())
+
+    z = normal(400, dtype=COMPLEX)
+    report = fastgrad.check(func, z)
+    assert report.verdict == "passed"
+    assert report.plan is not None
+    assert report.plan.engine == "compressed"
+    assert not fastgrad.check(lambda z: func(z) + 2e-5 * z.roll(1).detach(), z).passed
