@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 from fastgrad._version import __version__
 from fastgrad.api.checkers import check, gradcheck, gradgradcheck
-from fastgrad.api.jacobians import analytical_jacobian, numerical_jacobian
 from fastgrad.report.report import GradcheckError, Report
 
 if TYPE_CHECKING:
     from fastgrad import distributed as distributed
     from fastgrad import functional as functional
+    from fastgrad.api.jacobians import analytical_jacobian, numerical_jacobian
     from fastgrad.model.check import check_model
     from fastgrad.report.model import ModelReport
     from fastgrad.report.variants import VariantsReport
@@ -45,8 +45,10 @@ _IMPORTED_WHEN_ASKED_FOR = {
     "TaylorTest": "fastgrad.verdict.adjoint_taylor",
     "VariantsReport": "fastgrad.report.variants",
     "adjoint_test": "fastgrad.verdict.adjoint_taylor",
+    "analytical_jacobian": "fastgrad.api.jacobians",
     "check_model": "fastgrad.model.check",
     "check_variants": "fastgrad.variants.check",
+    "numerical_jacobian": "fastgrad.api.jacobians",
     "patch": "fastgrad.testing.patch",
     "taylor_test": "fastgrad.verdict.adjoint_taylor",
 }

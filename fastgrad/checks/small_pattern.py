@@ -37,7 +37,6 @@ from fastgrad.problem.coordinates import Block, blocks_of
 from fastgrad.problem.first_look import KnownLook, values_vary
 from fastgrad.report.settings import Settings
 from fastgrad.structure import sparsity
-from fastgrad.structure.detection import CURVED
 from fastgrad.structure.sparsity import Mask, Pattern
 from fastgrad.verdict.analytical_certificate import analytical_certificate
 from fastgrad.verdict.linearity import sum_rounding
@@ -285,7 +284,7 @@ def _explains_look(check: SmallCheck, analytical: Tensor, columns: Tensor, rows:
     look = check.look
     allowed = check.settings.eps * check.settings.atol + ROUNDING * check.problem.unit_roundoff * largest(look.base)
     moved = look.displacement[None], (look.values - look.base)[None]
-    return native.explained_sums(analytical, columns, rows, *moved, allowed, CURVED) is not None
+    return native.explained_sums(analytical, columns, rows, *moved, allowed, sparsity.CURVED) is not None
 
 
 @phase("certificates")

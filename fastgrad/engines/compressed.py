@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,8 +51,7 @@ class Grouping:
         return torch.split(self.groups.coordinates, self.groups.starts.diff().tolist())
 
 
-@dataclass(frozen=True)
-class Compression:
+class Compression(NamedTuple):
     """A pattern with its groups.
 
     Attributes

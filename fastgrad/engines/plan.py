@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from fastgrad.problem.first_look import FirstLook, usual_seconds
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
 from fastgrad.report.settings import Engine, Settings
-from fastgrad.structure.detection import Budget
 from fastgrad.structure.sparsity import few
+
+if TYPE_CHECKING:
+    from fastgrad.structure.detection import Budget
 
 BLOCK_BYTES = 1 << 20
 """Bytes of analytical rows that are held at a time: a few blocks of this size stay in the cache."""
@@ -199,6 +201,8 @@ def can_be_dense(problem: Problem, settings: Settings) -> bool:
 
 def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> Budget:
     """The budget of sparsity detection: its calls, and the size of the pattern."""
+    from fastgrad.structure.detection import Budget  # imported here to keep `import fastgrad` fast
+
     costs, calls, is_requested = cost_model.COSTS, 2 * problem.n + problem.m, settings.engine == "compressed"
     looks = calls // costs.exploring_share
     if is_requested:
@@ -329,8 +333,7 @@ def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
     columns = max(MIN_COLUMNS, plan.columns_per_pass // 4)
     if columns >= min(plan.columns_per_pass, problem.n):
         return None
-    return replace(
-        plan,
+    return plan._replace(
         columns_per_pass=columns,
         memory=8 * (columns * problem.m + min(plan.rows_per_block, problem.m) * problem.n),
         reason=f"{plan.reason}; after running out of memory: {columns} of {problem.n} columns at a time, without "

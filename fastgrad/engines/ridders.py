@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,8 +89,7 @@ TOGETHER = 1 << 11
 """Number of entries whose estimates, about 200 each, are compared at a time."""
 
 
-@dataclass(frozen=True)
-class Refinement:
+class Refinement(NamedTuple):
     """Entries of the numerical Jacobian, refined.
 
     Attributes
@@ -147,7 +146,7 @@ class Refinement:
 
     def of(self, entries: slice) -> Refinement:
         """The refinement of some of the entries."""
-        return Refinement(*(getattr(self, field.name)[entries] for field in fields(self)))
+        return Refinement(*(values[entries] for values in self))
 
     def is_kink(self, entry: int, own: Tolerances) -> bool:
         """Whether the one-sided derivatives differ by more than twice the tolerance, and no less at smaller steps."""
@@ -157,8 +156,7 @@ class Refinement:
         return abs(left - right) > 2 * (own.atol + own.rtol * max(abs(left), abs(right)))
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Measurements of func for which coordinates of inputs with the same step size were moved together.
 
     Attributes
@@ -383,7 +381,7 @@ def _joined(found: Sequence[Measured]) -> Measured:
     }
     for name in ("steps", "widths", "changes", "bends"):
         joined[name] = torch.cat([pad(getattr(one, name), (0, 0, 0, most - len(one.steps))) for one in found], 1)
-    return replace(found[0], **joined)  # type: ignore[arg-type]
+    return found[0]._replace(**joined)  # type: ignore[arg-type]
 
 
 def _is_rounded(one: Measured, values: Tensor, errors: Tensor, allowed: Tensor) -> Tensor:

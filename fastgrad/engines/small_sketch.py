@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ def _one_hot_coordinates(layout: _Layout, seed: int) -> dict[int, int]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class ScreeningGradOutputs:
+class ScreeningGradOutputs(NamedTuple):
     """The grad_outputs of a small check in fast mode, each of which serves several tests.
 
     The random cotangents of the sketch are contiguous or not, have a random half of their elements zero, are mostly

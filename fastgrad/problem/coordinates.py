@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,8 +82,7 @@ def block_with(blocks: Sequence[Block], coordinate: int) -> Block:
     return next(block for block in blocks if coordinate < block.end)
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """The memory in which the coordinates of a non-strided input can be perturbed.
 
     Attributes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,8 +65,7 @@ class FirstLook:
     obstacles: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class KnownLook:
+class KnownLook(NamedTuple):
     """A displacement of a random half of the inputs, shape (n,), and the outputs with and without it, shape (m,).
 
     base: the outputs at x. values, seconds: the outputs at x + displacement, and the time of this evaluation.

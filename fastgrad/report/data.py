@@ -20,8 +20,7 @@ Verdict = Literal["passed", "failed", "not converged", "undecided"]
 converged" if an entry differs and its numerical derivative does not converge."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How the Jacobians are computed; the plan does not affect the verdict.
 
     Attributes
@@ -93,8 +92,7 @@ class Pair(NamedTuple):
     exhaustive: bool = True
 
 
-@dataclass(frozen=True)
-class Certificate:
+class Certificate(NamedTuple):
     """A statement that random vectors certify, instead of comparing every entry.
 
     Attributes
@@ -116,8 +114,7 @@ class Certificate:
     of: Literal["errors", "differences"] = "errors"
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(NamedTuple):
     """Versions, and the device on which the check ran."""
 
     fastgrad: str

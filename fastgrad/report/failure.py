@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -62,8 +62,7 @@ def digits_apart(first: complex, second: complex, least: int = 6) -> int:
     return next((digits for digits in range(least, 18) if f"{first:.{digits}g}" != f"{second:.{digits}g}"), least)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One Jacobian entry, d output / d input, under the allclose rule.
 
     Attributes
@@ -124,8 +123,7 @@ class Span:
     places: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """The positions of some entries.
 
     Attributes
@@ -140,8 +138,7 @@ class Extent:
     input: tuple[Span, ...]
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """One central difference of an entry.
 
     Attributes
@@ -217,8 +214,7 @@ class Comparison(EqualByContent):
     unclear: int = 0
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """The function and tensors of a failed check.
 
     Attributes

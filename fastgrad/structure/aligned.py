@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,7 @@ LARGEST_ROW_SHARE = 1 / 2
 evaluations."""
 
 
-@dataclass(frozen=True)
-class _Pair:
+class _Pair(NamedTuple):
     """An output and an input with their aligned dimensions: (dimension of the output, dimension of the input) each.
 
     dims: None if the output does not react to the input.

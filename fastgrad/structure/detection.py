@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +30,7 @@ from fastgrad.structure.sparsity import Mask, Pattern
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """Budgets of sparsity detection: calls, and the size of the pattern.
 
     Attributes
@@ -58,12 +56,6 @@ class Budget:
     admitted_entries: int
     looks: int
     aligning_calls: int = 0
-
-
-CURVED = 2.0**-7
-"""Largest difference between the sum of func's changes in probes and its prediction by a VJP, relative to the size of
-the prediction. If it is larger, probes are repeated. Curvature within steps of eps explains much less, but kinks may
-explain more."""
 
 
 class ProbedEvaluations:
@@ -104,7 +96,7 @@ class ProbedEvaluations:
         size = float(torch.linalg.vector_norm(expected))
         step = float(torch.linalg.vector_norm(self._step))
         noise = ROUNDING * self._problem.unit_roundoff * largest(self._look.base) * self._problem.m**0.5
-        allowed = CURVED * size + tolerance * step + noise * len(self._seen)
+        allowed = sparsity.CURVED * size + tolerance * step + noise * len(self._seen)
         return bool(abs(change - float(expected.sum())) <= allowed)
 
     def _displacement(self, moved: Mask) -> Tensor:

@@ -42,6 +42,12 @@ LEAST_OF_BAND = 1 / 4
 its own, so the band of all these offsets has many more entries."""
 
 
+CURVED = 2.0**-7
+"""Largest difference between the sum of func's changes in probes and its prediction by a VJP, relative to the size of
+the prediction. If it is larger, probes are repeated. Curvature within steps of eps explains much less, but kinks may
+explain more."""
+
+
 @dataclass(frozen=True)
 class Pattern:
     """Entries that may differ from zero, row by row: CSR over the real coordinates of outputs and inputs.

@@ -22,13 +22,12 @@ from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate, Pair
 from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, Span, modulus
-from fastgrad.report.messages import undecided_text
 from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.structure import coloring
-from fastgrad.verdict.remeasure import Suspects
 
 if TYPE_CHECKING:
     from fastgrad.report.evidence import Sample
+    from fastgrad.verdict.remeasure import Suspects
 
 SMALL = 256
 """Largest number of entries of a Jacobian that is kept as a whole, for the message."""
@@ -114,6 +113,8 @@ class Findings:
 
     def note_undecided(self, bound: float) -> None:
         """Notes that errors up to a bound may be hidden, or errors of any size if the bound is infinite or NaN."""
+        from fastgrad.report.messages import undecided_text  # imported here to keep `import fastgrad` fast
+
         bound = math.inf if math.isnan(bound) else bound
         self.notes.append(undecided_text(bound))
         self.undecided = max(bound, self.undecided or 0.0)
@@ -286,6 +287,8 @@ class PairComparison:
 
     def suspects(self, part: Part) -> Suspects:
         """The entries that differ (at least one), the one with the largest ratio of difference to tolerance first."""
+        from fastgrad.verdict.remeasure import Suspects  # imported here to keep `import fastgrad` fast
+
         outputs, inputs, analytical, numerical = self._failing()
         excess = ((analytical - numerical).abs() / self.tolerances.allowed(numerical)).nan_to_num(torch.inf)
         order = excess.argsort(descending=True, stable=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ MAX_GROUPS = 64
 """Largest number of groups of elements that are re-measured before the results are examined."""
 
 
-@dataclass(slots=True)
-class Found:
+class Found(NamedTuple):
     """A located entry: coordinates, its contribution to J_num - J_ana, and its report if it is wrong.
 
     unresolved: the possible error of an entry that agrees within the error of its derivative, but not within the
@@ -247,11 +246,11 @@ def _first_confirmed(
                     if remeasured is not None:
                         known = {suspected.input.index_at(int(place)) for place in suspected.inputs[alone, 0]}
                         others = tuple(entry for entry in others if entry.input_index not in known)
-                        remeasured = replace(remeasured, others=remeasured.others + others)
+                        remeasured = remeasured._replace(others=remeasured.others + others)
                     elif not bool(measure()[1].any()):
                         problem.irreproducible.append("at steps of several inputs")
                 if remeasured is not None:
-                    return replace(remeasured, eps_misleads=misleads), measured, unresolved
+                    return remeasured._replace(eps_misleads=misleads), measured, unresolved
                 misleads = True
                 if not bool(wrong.any()):
                     break  # nothing looked wrong, so all steps were already taken

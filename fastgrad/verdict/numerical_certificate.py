@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +29,10 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.comparison import tolerances
-from fastgrad.verdict.confirm import Found, entries_failure, entry_at, entry_in_row, located_failure
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
+
+if TYPE_CHECKING:
+    from fastgrad.verdict.confirm import Found
 
 MAX_SUSPECTS = 8
 """Largest number of rows, and of columns, that are examined after a failed certificate."""
@@ -97,8 +100,7 @@ MAX_WRONG_SHARE = 1 / 4
 NO_INDICES: Indices = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class Incomplete:
+class Incomplete(NamedTuple):
     """What a certificate found to be missing: entries that a pattern lacks, or a part that no entry explains.
 
     Attributes
@@ -142,8 +144,7 @@ def numerical_certificate(directions: int, watched: bool, bound: float) -> Certi
     return Certificate("the numerical entries outside the sparsity pattern are zero", method, bound)
 
 
-@dataclass(frozen=True)
-class _Discrepancies:
+class _Discrepancies(NamedTuple):
     """Directional derivatives of each output against the sums of the entries of a pattern.
 
     Attributes
@@ -308,6 +309,8 @@ class NumericalCertificate:
 
     def row_failure(self, row: int, gradient: Tensor) -> Failure | None:
         """The failure if a row of the backward, run separately, is wrong by the allclose rule; gradient: shape (n,)."""
+        from fastgrad.verdict.confirm import entry_at, located_failure  # imported here to keep `import fastgrad` fast
+
         mine = self._compression.entries_of_row(row)
         expected = torch.zeros_like(gradient)
         expected[self._compression.columns[mine]] = self.values[mine]
@@ -389,6 +392,8 @@ class NumericalCertificate:
         step for which rounding is small. Therefore these columns are measured one by one, and only all others move
         together.
         """
+        from fastgrad.verdict.confirm import entries_failure  # imported here to keep `import fastgrad` fast
+
         compression = self._compression
         rows = torch.unique(torch.cat([self._hiding, self._hiding.new_tensor(unexplained)]))
         columns = _separable_columns(self._problem, compression, rows, MAX_SEPARATED)
@@ -424,6 +429,11 @@ class NumericalCertificate:
 
     def _subtracted_entries(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
         """The harmless entries that, together with the row's gradient, explain how its output changes."""
+        from fastgrad.verdict.confirm import (  # imported here to keep `import fastgrad` fast
+            entry_in_row,
+            located_failure,
+        )
+
         problem, settings = self._problem, self._settings
         measure = partial(self._differences_along, count=self._count, extrapolated=self._count, excluded=self._excluded)
         differences = measure(self._refuting[row])

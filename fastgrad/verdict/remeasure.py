@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,8 +81,7 @@ class Suspects:
         return Entry(*places, found, wanted, self.tolerances.atol + self.tolerances.rtol * modulus(numerical), error)
 
 
-@dataclass(frozen=True)
-class RemeasuredEntry:
+class RemeasuredEntry(NamedTuple):
     """An entry, for the report, that is also wrong at other steps, or whose derivative cannot be determined.
 
     convergence: its measurements, large steps first. others: more such entries that were re-measured at the same time.
