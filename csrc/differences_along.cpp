@@ -32,13 +32,15 @@ constexpr int64_t points_of_richardson = 4;
 struct TwoPoints {
   at::Tensor derivative, noise, base, plus, minus;  // float64, shape (coordinates of the output,)
   double step;
-  double ulp;    // the relative spacing of the output's dtype
-  double curve;  // bound of the distance of a smooth function's one-sided derivatives, relative to the derivative
+  double ulp;          // the relative spacing of the output's dtype
+  double curve;        // bound of the distance of a smooth function's one-sided derivatives, relative to the derivative
+  double usual = 0.0;  // the root mean square of the derivatives along another direction
 };
 
 // derivative = (plus - minus) / (2 step); noise becomes at least the distance of the one-sided derivatives from it, if
 // this is more than curvature and rounding explain. At an extremum, a smooth function is curved although its derivative
-// is zero. Therefore, the root mean square of all derivatives counts in addition to the output's own. A NaN stays NaN.
+// is zero. Therefore, the root mean square of all derivatives counts in addition to the output's own, along this
+// direction or, if it is larger there, along another one. A NaN stays NaN.
 void two_points(const TwoPoints& at) {
   const int64_t count = at.derivative.numel();
   const double half = 1 / (2 * at.step);
@@ -54,7 +56,7 @@ void two_points(const TwoPoints& at) {
       d[i] = (p[i] - m[i]) * half;
       squares += d[i] * d[i];
     }
-    const double usual = std::sqrt(squares / static_cast<double>(std::max<int64_t>(1, count)));
+    const double usual = louder(std::sqrt(squares / static_cast<double>(std::max<int64_t>(1, count))), at.usual);
     for (int64_t i = 0; i < count; ++i) {
       const double bend = std::fabs(p[i] + m[i] - 2 * y[i]) * half;
       const double smooth = at.curve * (std::fabs(d[i]) + usual) + 32 * at.ulp / at.step * std::fabs(y[i]);
@@ -67,7 +69,7 @@ void two_points(const TwoPoints& at) {
   at.derivative.copy_(at.plus).sub_(at.minus).mul_(half);
   const at::Tensor bend = at.plus.add_(at.minus).sub_(at.base, 2).abs_().mul_(half);
   const double root = std::sqrt(static_cast<double>(std::max<int64_t>(1, count)));
-  const at::Tensor usual = at::linalg_vector_norm(at.derivative).div_(root);
+  const at::Tensor usual = at::linalg_vector_norm(at.derivative).div_(root).clamp_min_(at.usual);
   if (at.derivative.is_cpu() && bend.max().item<double>() <= at.curve * usual.item<double>()) {
     return;  // no output is curved that much; on a device, this test would wait
   }
@@ -103,6 +105,24 @@ struct OneSidedError {
 double norm_of(const at::Tensor& vector) {
   const double* const v = vector.const_data_ptr<double>();
   return std::sqrt(std::inner_product(v, v + vector.numel(), v, 0.0));
+}
+
+// The root mean square of a vector.
+double usual_of(const at::Tensor& vector) {
+  return norm_of(vector) / std::sqrt(static_cast<double>(std::max<int64_t>(1, vector.numel())));
+}
+
+// Whether an output is noisier than a limit, and than curvature explains. curve: as in TwoPoints.
+bool has_kink(const at::Tensor& noise, const at::Tensor& derivative, double limit, double curve) {
+  const double* const values = noise.const_data_ptr<double>();
+  const double* const d = derivative.const_data_ptr<double>();
+  const double usual = usual_of(derivative);
+  for (int64_t i = 0; i < noise.numel(); ++i) {
+    if (values[i] > limit && values[i] > curve * (std::fabs(d[i]) + usual)) {
+      return true;
+    }
+  }
+  return false;
 }
 
 // The smallest multiple of a step, up to a limit, at which rounding of the outputs takes at most half of the budget.
@@ -347,7 +367,10 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
   // Noise above atol, relative to the budget: sums agree up to a quarter of atol, and noisy outputs have small weights.
   constexpr double too_noisy = 32;
   const double output_rounding = norm_of(base) * *std::max_element(ulps.begin(), ulps.end());
-  const double widest = step_above_rounding(along.step, output_rounding, budget);
+  // A joint step of many coordinates crosses more kinks, and is curved more, the wider it is.
+  constexpr int64_t most_widened = 1 << 14;  // coordinates of inputs and outputs
+  const double widest =
+      size_ + m <= most_widened ? step_above_rounding(along.step, output_rounding, budget) : along.step;
   OneSidedError error;
   std::optional<double>& step_fraction = into.step_fraction;
   const auto evaluate = [&](const std::vector<double>& scales, std::ptrdiff_t first) {
@@ -357,14 +380,17 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
     return changed;
   };
   const auto points = [&](const auto& own, int64_t k, double step, double ulp) {
-    return TwoPoints{own(into.derivatives.select(0, k)),
-                     own(into.noise),
-                     own(base),
-                     own(memory[0]),
-                     own(memory[1]),
-                     step,
-                     ulp,
-                     curve};
+    const double usual = k > 0 ? usual_of(own(into.derivatives.select(0, 0))) : 0.0;
+    return TwoPoints{
+        own(into.derivatives.select(0, k)),
+        own(into.noise),
+        own(base),
+        own(memory[0]),
+        own(memory[1]),
+        step,
+        ulp,
+        curve,
+        usual};
   };
   // The derivative along the first direction, and whether one-sided derivatives suffice along the others.
   const auto estimate = [&](bool is_measured) {
@@ -426,9 +452,11 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
         const BelowAutograd guard;
         estimate(true);
         const double noise = norm_of(into.noise);
-        const double derivative = norm_of(into.derivatives.select(0, 0));
-        if (widest > along.step && noise > too_noisy * budget &&
-            is_too_curved(noise, output_rounding / widest, derivative, error)) {
+        const at::Tensor derivative = into.derivatives.select(0, 0);
+        const bool is_curved = widest > along.step && noise > too_noisy * budget &&
+                               is_too_curved(noise, output_rounding / widest, norm_of(derivative), error);
+        // An eighth of the step reduces errors from curvature to one 64th.
+        if (is_curved || (budget > 0 && has_kink(into.noise, derivative, 64 * too_noisy * budget, curve))) {
           into.directions = into.directions.narrow(0, 0, 1).clone();
           into.derivatives = into.derivatives.narrow(0, 0, 1).clone();
           into.is_complete = false;

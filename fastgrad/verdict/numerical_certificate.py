@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +29,8 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.comparison import tolerances
+from fastgrad.verdict.confirm import Found, entries_failure, entry_at, entry_in_row, located_failure
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
-
-if TYPE_CHECKING:
-    from fastgrad.verdict.confirm import Found
 
 MAX_SUSPECTS = 8
 """Largest number of rows, and of columns, that are examined after a failed certificate."""
@@ -309,8 +307,6 @@ class NumericalCertificate:
 
     def row_failure(self, row: int, gradient: Tensor) -> Failure | None:
         """The failure if a row of the backward, run separately, is wrong by the allclose rule; gradient: shape (n,)."""
-        from fastgrad.verdict.confirm import entry_at, located_failure  # imported here to keep `import fastgrad` fast
-
         mine = self._compression.entries_of_row(row)
         expected = torch.zeros_like(gradient)
         expected[self._compression.columns[mine]] = self.values[mine]
@@ -392,8 +388,6 @@ class NumericalCertificate:
         step for which rounding is small. Therefore these columns are measured one by one, and only all others move
         together.
         """
-        from fastgrad.verdict.confirm import entries_failure  # imported here to keep `import fastgrad` fast
-
         compression = self._compression
         rows = torch.unique(torch.cat([self._hiding, self._hiding.new_tensor(unexplained)]))
         columns = _separable_columns(self._problem, compression, rows, MAX_SEPARATED)
@@ -429,11 +423,6 @@ class NumericalCertificate:
 
     def _subtracted_entries(self, row: int, gradient: Tensor) -> list[Found] | Failure | Incomplete:
         """The harmless entries that, together with the row's gradient, explain how its output changes."""
-        from fastgrad.verdict.confirm import (  # imported here to keep `import fastgrad` fast
-            entry_in_row,
-            located_failure,
-        )
-
         problem, settings = self._problem, self._settings
         measure = partial(self._differences_along, count=self._count, extrapolated=self._count, excluded=self._excluded)
         differences = measure(self._refuting[row])

@@ -114,7 +114,7 @@ def test_one_wrong_entry_of_a_large_function_is_found_in_fast_mode() -> None:
 def test_cost_after_a_jump() -> None:
     """Func jumps if an element of the target moves. Random directions do not decide, so all entries are compared.
 
-    20 differences of entries; 7 along directions, and again; one evaluation at x, and one for a new graph.
+    20 differences of entries; 3 along the first direction, and again; one evaluation at x, and one for a new graph.
     """
 
     def func(x: Tensor, target: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def test_cost_after_a_jump() -> None:
 
     target = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64, requires_grad=True)
     report = fastgrad.check(func, (leaf(5), target), fast_mode=True)
-    assert (report.verdict, report.evaluations, report.vjps) == ("passed", 36, 17)
+    assert (report.verdict, report.evaluations, report.vjps) == ("passed", 28, 17)
 
 
 def test_cost_of_a_backward_that_rounds_more_than_a_few_operations() -> None:
