@@ -86,6 +86,18 @@ def test_cost_of_a_large_function_in_fast_mode(func: Func, vjps: int) -> None:
     assert (report.verdict, report.evaluations, report.vjps) == ("passed", 8, vjps)
 
 
+@pytest.mark.parametrize("func", [lambda x: (x * x).sum(), lambda x: x.relu().sum()])
+def test_cost_of_a_large_loss_in_fast_mode(func: Func) -> None:
+    """Rounding of the large value takes one more evaluation, and central differences along all directions.
+
+    A step that is wider because of rounding would cross kinks, and the curvature would look like kinks.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50_000, dtype=torch.float64, generator=generator).requires_grad_()
+    report = fastgrad.check(func, x, fast_mode=True)
+    assert (report.verdict, report.evaluations, report.vjps) == ("passed", 9, 9)
+
+
 def test_little_memory_leaves_a_large_function_to_the_complete_check() -> None:
     report = fastgrad.check(torch.sin, leaf(20_000), fast_mode=True, memory_limit=10_000_000)
     assert (report.verdict, report.evaluations, report.vjps) == ("passed", 10, 14)
