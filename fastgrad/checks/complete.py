@@ -139,7 +139,7 @@ def _with_every_entry(
         return report, sample
     if exact.failure is None or exact.failure.kind != "mismatch" or exact.plan is None:
         return report, sample
-    plan = exact.plan._replace(reason=f"{plan.reason}; after a failure, every entry was compared")
+    plan = replace(exact.plan, reason=f"{plan.reason}; after a failure, every entry was compared")
     return replace(exact, settings=report.settings, plan=plan), every.sample
 
 
@@ -339,7 +339,7 @@ def _all_entries(
     except OUT_OF_MEMORY:
         obstacle = "; the compressed engine ran out of memory"
     plan = make_plan(problem, settings, look)
-    plan = plan._replace(reason=plan.reason + obstacle) if obstacle else plan
+    plan = replace(plan, reason=plan.reason + obstacle) if obstacle else plan
     count = 2 * problem.n + problem.m
     evaluations = count + cost_model.COSTS.jvp_evaluations * problem.n * settings.check_forward_ad
     problem.progress.start(count, look.measured * evaluations if look else 0.0, f"{count} calls")

@@ -8,6 +8,7 @@ is not yet a verdict: it leads to a single entry that is wrong when measured sep
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -130,7 +131,7 @@ def _attempt(
             verdict.repeat_suspects()
             return "pattern"
         found = screening.failure
-    plan = verdict.plan if by_columns else verdict.plan._replace(row_groups=row_groups)
+    plan = verdict.plan if by_columns else replace(verdict.plan, row_groups=row_groups)
     return _answer(problem, settings, findings, candidates, verdict, found, plan)
 
 
@@ -315,4 +316,4 @@ def _note_certified(findings: Findings, count: int, kind: str, screening: Screen
     for certificate in screening.certificates:
         # Certificates of forward mode name the mode in their claims.
         claim = f"in {names.removeprefix(mode)}, {certificate.claim}"
-        findings.certificates.append(certificate._replace(claim=claim))
+        findings.certificates.append(replace(certificate, claim=claim))

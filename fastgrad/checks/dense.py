@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -76,7 +77,7 @@ def dense_check(
                 return plan, None
             reason = "a mismatch is checked again, one call at a time"
         reason = f"{plan.reason}; {reason}"
-        plan = plan._replace(batch=None, replayed=False, rows_replayed=False, reason=reason)
+        plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:
         findings.on_first_graph = problem.evaluations == 1
         seconds = problem.working_seconds if look is None else min(look.measured, problem.working_seconds)

@@ -92,7 +92,7 @@ class _Entries:
 
     def _measure_one_by_one(self, why: str) -> None:
         """Measures the entries by one evaluation at a time instead of replays."""
-        self.plan = self.plan._replace(replayed=False, reason=f"{self.plan.reason}; no replays: {why}")
+        self.plan = replace(self.plan, replayed=False, reason=f"{self.plan.reason}; no replays: {why}")
         self._measure()
 
     def _measure_wrong_replays_again(self, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -333,7 +334,8 @@ def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
     columns = max(MIN_COLUMNS, plan.columns_per_pass // 4)
     if columns >= min(plan.columns_per_pass, problem.n):
         return None
-    return plan._replace(
+    return replace(
+        plan,
         columns_per_pass=columns,
         memory=8 * (columns * problem.m + min(plan.rows_per_block, problem.m) * problem.n),
         reason=f"{plan.reason}; after running out of memory: {columns} of {problem.n} columns at a time, without "

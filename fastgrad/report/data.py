@@ -20,7 +20,8 @@ Verdict = Literal["passed", "failed", "not converged", "undecided"]
 converged" if an entry differs and its numerical derivative does not converge."""
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True)
+class Plan:
     """How the Jacobians are computed; the plan does not affect the verdict.
 
     Attributes
@@ -92,7 +93,8 @@ class Pair(NamedTuple):
     exhaustive: bool = True
 
 
-class Certificate(NamedTuple):
+@dataclass(frozen=True)
+class Certificate:
     """A statement that random vectors certify, instead of comparing every entry.
 
     Attributes
@@ -114,7 +116,8 @@ class Certificate(NamedTuple):
     of: Literal["errors", "differences"] = "errors"
 
 
-class Environment(NamedTuple):
+@dataclass(frozen=True)
+class Environment:
     """Versions, and the device on which the check ran."""
 
     fastgrad: str

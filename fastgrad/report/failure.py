@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -62,7 +62,8 @@ def digits_apart(first: complex, second: complex, least: int = 6) -> int:
     return next((digits for digits in range(least, 18) if f"{first:.{digits}g}" != f"{second:.{digits}g}"), least)
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """One Jacobian entry, d output / d input, under the allclose rule.
 
     Attributes
@@ -123,7 +124,8 @@ class Span:
     places: tuple[int, ...] = ()
 
 
-class Extent(NamedTuple):
+@dataclass(frozen=True)
+class Extent:
     """The positions of some entries.
 
     Attributes
@@ -138,7 +140,8 @@ class Extent(NamedTuple):
     input: tuple[Span, ...]
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference:
     """One central difference of an entry.
 
     Attributes
@@ -214,7 +217,8 @@ class Comparison(EqualByContent):
     unclear: int = 0
 
 
-class Subject(NamedTuple):
+@dataclass(frozen=True)
+class Subject:
     """The function and tensors of a failed check.
 
     Attributes

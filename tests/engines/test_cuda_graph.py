@@ -444,7 +444,7 @@ def test_the_allocator_forgets_what_it_had_begun(monkeypatch: pytest.MonkeyPatch
 
 
 def planned(problem: Problem, settings: Settings, look: Any) -> Plan:
-    return plan.make_plan(problem, settings, look)._replace(replayed=True)
+    return replace(plan.make_plan(problem, settings, look), replayed=True)
 
 
 @pytest.fixture
@@ -454,7 +454,7 @@ def replaying(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def planned_rows(problem: Problem, settings: Settings, look: Any) -> Plan:
-    return plan.make_plan(problem, settings, look)._replace(rows_replayed=True)
+    return replace(plan.make_plan(problem, settings, look), rows_replayed=True)
 
 
 @pytest.fixture
@@ -670,7 +670,7 @@ def test_a_right_gradient_passes_by_replayed_rows(replaying_rows: Cuda) -> None:
 
 def test_blocks_of_rows_of_a_check_are_of_one_capture(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_blocks(problem: Problem, settings: Settings, look: Any) -> Plan:
-        return planned_rows(problem, settings, look)._replace(rows_per_block=20)
+        return replace(planned_rows(problem, settings, look), rows_per_block=20)
 
     monkeypatch.setattr("fastgrad.checks.complete.make_plan", in_blocks)
     z = leaf(25, dtype=torch.complex128)
