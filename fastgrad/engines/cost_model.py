@@ -6,10 +6,11 @@ compressed engine and random vectors may miss.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class CostModel(NamedTuple):
+@dataclass(frozen=True)
+class CostModel:
     """The constants that decide between the engines: costs of their parts, and limits for trials.
 
     Costs are in seconds, in bytes, or in the number of evaluations of func that take the same time.
