@@ -368,7 +368,7 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
   constexpr double too_noisy = 32;
   const double output_rounding = norm_of(base) * *std::max_element(ulps.begin(), ulps.end());
   // A joint step of many coordinates crosses more kinks, and is curved more, the wider it is.
-  constexpr int64_t most_widened = 1 << 14;  // coordinates of inputs and outputs
+  constexpr int64_t most_widened = 1 << 14;  // coordinates; as MAX_AT_ONCE of fastgrad/engines/blocks.py
   const double widest =
       size_ + m <= most_widened ? step_above_rounding(along.step, output_rounding, budget) : along.step;
   OneSidedError error;
