@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fastgrad
+from fastgrad.testing import torch_reference
 
 
 def x() -> torch.Tensor:
@@ -25,6 +26,7 @@ def test_signatures_are_torchs_and_our_eight(name: str) -> None:
     assert [name for name in own if name in torchs] == list(torchs)
     ours = {"engine", "seed", "confidence", "memory_limit", "progress", "reference", "reference_device", "precision"}
     assert set(own) - set(torchs) == {*ours, "positional", "check_sparse_nnz"}  # and two older spellings
+    assert ours == set(torch_reference._OWN_KEYWORDS)
     for parameter in torchs.values():
         # None, not False: None means "not given", because check_sparse_nnz may be given instead.
         assert own[parameter.name].default == (None if parameter.name == "masked" else parameter.default)
