@@ -65,7 +65,7 @@ def _place(failure: Failure, session: Session) -> list[str]:
     if not isinstance(space.placement, Shard):
         return [f"{name} is held by all ranks"]
     rank, index = held_by(space.placement, [part.shape for part in parts], worst.input_index)
-    return [f"the gradient of {name} is wrong on rank {rank}, at {index} of its part"]
+    return [f"the gradient of {name} is wrong on rank {rank}, at index {index} of the part on this rank"]
 
 
 class _Sampled(NamedTuple):

@@ -148,9 +148,10 @@ class Products:
             if not isinstance(found, Tensor):
                 raise IncomparableError(f"{self._reference.name} returns no tensor as result {block.position}")
             if found.shape != block.tensor.shape or found.is_complex() != block.is_complex:
-                shapes = f"{tuple(found.shape)}, and the function one of shape {tuple(block.tensor.shape)}"
+                of_func, of_reference = (_kind(value) for value in (block.tensor, found))
                 raise IncomparableError(
-                    f"{self._reference.name} returns a tensor of shape {shapes}, as result {block.position}"
+                    f"result {block.position} of {self._reference.name} is a {of_reference}, but that of func is a "
+                    f"{of_func}"
                 )
             if found.layout is not torch.strided:
                 raise IncomparableError(f"{self._reference.name} returns a sparse tensor as result {block.position}")
@@ -226,6 +227,11 @@ class Products:
         pairs = zip(outputs, self._problem.outputs, strict=True)
         parts = [_coordinates(output.detach(), block) for output, block in pairs]
         return torch.cat([part.reshape(-1).to(self.device) for part in parts])
+
+
+def _kind(tensor: Tensor) -> str:
+    """In words: complex or real, and the shape."""
+    return f"{'complex' if tensor.is_complex() else 'real'} tensor of shape {tuple(tensor.shape)}"
 
 
 def _coordinates(tensor: Tensor, block: Block) -> Tensor:

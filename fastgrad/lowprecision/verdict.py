@@ -327,5 +327,7 @@ def _state_the_smallest(comparison: Comparison, outcome: Outcome) -> None:
         return
     outcome.note(smallest=smallest[0], smallest_most=smallest[1], hidden=smallest[2])
     if smallest[2] > MAX_HIDDEN:
-        undecided = "rounding in this dtype is larger than most entries: an entry that is zero would not be detected"
+        undecided = (
+            "rounding in this dtype is larger than most entries: an entry that is wrongly zero would not be detected"
+        )
         outcome.note(undecided=undecided, remedy="use inputs with less cancellation, or a wider dtype")

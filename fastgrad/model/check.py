@@ -234,7 +234,7 @@ def _with_suspect(finding: Finding, operations: list[Operation]) -> Finding:
 
 def _remarks(recorder: Recorder, step: Step) -> list[str]:
     remarks = [
-        f"{name} is a Function of torch that runs other operations: only the end-to-end test covers it"
+        f"{name} is an autograd.Function of torch: only the end-to-end test covers it and the operations in it"
         for name in recorder.foreign
     ]
     if step.unscaled:

@@ -133,7 +133,7 @@ def _module(where: str) -> Any:
         return module
     except ModuleNotFoundError as error:
         if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
-            raise SpecError(f"there is no module {where!r} (python also looked in {directory})") from None
+            raise SpecError(f"there is no module {where!r} (Python also looked in {directory})") from None
         raise SpecError(f"importing {where} raised ModuleNotFoundError: {error}") from error
     except (Exception, SystemExit) as error:
         raise SpecError(f"importing {where} raised {text_of(error)}") from error

@@ -105,7 +105,7 @@ def groups_failure(problem: Problem, settings: Settings, output: Block, groups: 
     expands = len(problem.outputs) == 1 and not output.is_complex
     whole = next((k for k, group in enumerate(groups) if expands and group.numel() == output.size), None)
     if whole is not None:
-        repeats.append((slice(whole, whole + 1), [Layout.EXPANDED], " and expanded with stride 0"))
+        repeats.append((slice(whole, whole + 1), [Layout.EXPANDED], " and expanding it with stride 0"))
     for rows, layouts, kind in repeats:
         products = problem.vjp(cotangents[rows] * REPEAT_SCALE, layouts, only=output) / REPEAT_SCALE
         if any(
@@ -113,8 +113,8 @@ def groups_failure(problem: Problem, settings: Settings, output: Block, groups: 
             for own, left, right in by_inputs(problem.inputs, settings, products, gradients[rows])
         ):
             detail = (
-                f"a grad_output that is 1 at some elements of output {output.index}, and one {REPEAT_SCALE:g} times as "
-                f"large{kind}, give gradients that are not multiples of each other"
+                f"for a grad_output that is 1 at some elements of output {output.index}, multiplying it by "
+                f"{REPEAT_SCALE:g}{kind} does not multiply the gradient by {REPEAT_SCALE:g}"
             )
             return Failure.at("nonlinear", output, part=part, detail=detail)
     return None
