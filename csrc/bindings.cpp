@@ -1,5 +1,5 @@
-// The compiled module fastgrad._C: functions that take a Python callable or run the autograd engine, and
-// functions of sparsity patterns, which are not tensors of the function under test.
+// The compiled module fastgrad._C: functions that call Python, run the autograd engine or compute with sparsity
+// patterns, and some operators, for calls without the overhead of torch.ops.
 #include "coloring.h"
 #include "evaluator.h"
 #include "graph_nodes.h"

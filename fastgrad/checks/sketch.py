@@ -208,7 +208,7 @@ class _Screen:
         torch.minimum(self._hidden, hidden.nan_to_num_(math.inf), out=self._hidden)
 
     def _undecided(self, size: float) -> Screening:
-        """The result if errors up to this size, or those that the sums do not show, may be hidden."""
+        """The verdict "undecided": errors up to this size may be hidden, or larger ones that the sums do not show."""
         return Screening(undecided=self._settings.of_entries(max(size, float(self._hidden.amax()))))
 
     def _known(self, weight: Tensor) -> Mapping[int, Tensor]:

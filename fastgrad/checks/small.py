@@ -167,7 +167,7 @@ def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
 
 
 def _rows_agree(check: SmallCheck) -> bool:
-    """Compares all entries by reverse mode; returns whether nothing is left to judge.
+    """Compares all entries by reverse mode; returns whether they agree, so that no complete check is needed.
 
     Without custom code, the VJPs run on the first graph after the differences have called func, as in torch's checker.
     """

@@ -293,7 +293,7 @@ def _step_factor(check: SmallCheck, differences: Derivatives) -> float | None:
 
 
 def rounding_of_differences(check: SmallCheck, step: float) -> float:
-    """The error of differences at a step, relative to eps, if rounding changes the largest output by two roundoffs."""
+    """The error of differences at `step` times eps, if rounding changes the largest output by two unit roundoffs."""
     size = max((largest(output.detach()) for output in check.problem.graph.outputs), default=0.0)
     return 2 * check.problem.unit_roundoff * size / (check.settings.eps * step)
 

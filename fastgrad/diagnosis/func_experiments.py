@@ -52,7 +52,7 @@ class FuncExperiments(Experiments):
             self._try(6, lambda: self._other_part(output, block, worst))
 
     def _precision(self) -> None:
-        """Notes the narrowest lower dtype, if any, that exactly represents the failing output's values next to x."""
+        """Notes the narrowest lower dtype, if any, that exactly represents the failing output at inputs next to x."""
         problem = self._problem
         if any(output.tensor.dtype not in (torch.float64, torch.complex128) for output in problem.outputs):
             return

@@ -369,7 +369,7 @@ def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
 
 
 def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows:
-    """Yields rows for tensors of any kind: recorded with create_graph; many at once, by vmap, with vectorize."""
+    """Yields rows for tensors of any kind; records them with create_graph; computes many at once with vectorize."""
     size = sum(value.numel() for value in inputs)
     for o, output in enumerate(outputs):
         if not output.requires_grad:

@@ -119,8 +119,8 @@ def not_finite(problem: Problem, among: Sequence[Combination]) -> tuple[int, Fin
     row = row_behind(problem, wrong[0].w, lambda v: (~problem.vjp(v)[:, coordinate].isfinite()).double())
     if bool(problem.row(row)[coordinate].isfinite()):
         return coordinate, None  # only a sum of rows shows it
-    # First a sum of all outputs: if the derivative of another row is infinite, its product with zero is not finite, and
-    # the entry may be right.
+    # First the derivative of a combination of all outputs. If that of another row is infinite, backward multiplies it
+    # by a zero of grad_output, which gives NaN, and the entry may be right.
     if _derivative(problem, -1, among[0].w, coordinate) is None:
         return coordinate, None
     return coordinate, _derivative(problem, row, one_row(problem, row).cotangents[0], coordinate)

@@ -265,7 +265,7 @@ def _checks(options: argparse.Namespace, call: dict[str, Any]) -> list[tuple[str
 
 
 def _reject_options(options: argparse.Namespace) -> None:
-    """Raises a SpecError if an option excludes or lacks another one, or the HTML page cannot be written to its path."""
+    """Raises a SpecError if options exclude each other, one needs another, or the path of the HTML page is unusable."""
     if options.engine == "sketch" and not options.fast:
         raise specs.SpecError("--engine sketch compares sums of entries: it needs --fast")
     if options.html is not None and not options.html.parent.is_dir():

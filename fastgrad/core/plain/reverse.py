@@ -294,7 +294,7 @@ def _flatten_gradients(
 
 @hidden_from_autograd
 def _grad_output(output: Tensor, coordinates: Tensor, layout: int, last: Tensor | None) -> Tensor:
-    """Coordinates as a grad_output of an output, in a layout of native.Layout.
+    """The grad_output of an output with the given coordinates, in a `native.Layout`.
 
     last: the last contiguous grad_output. It is reused, as in torch's checker, because a backward may cache gradients
     by the identity or address of grad_output.
