@@ -327,6 +327,7 @@ def _all_entries(
 ) -> tuple[Plan, Failure | None]:
     """Compares every entry of every Jacobian: those of a sparsity pattern if that costs less, otherwise all."""
     look, obstacle = None, ""
+    _raise_at_first_row(problem, settings, findings)
     try:
         known = findings.look if isinstance(findings, SmallCheck) else None
         look = first_look(problem, settings, known) if takes_first_look(problem, settings) else None
@@ -336,6 +337,7 @@ def _all_entries(
             outcome = check_by_structure(problem, settings, look, calls, findings)
             if outcome is not None:
                 return outcome
+            _raise_at_first_row(problem, settings, findings)
     except OUT_OF_MEMORY:
         obstacle = "; the compressed engine ran out of memory"
     plan = make_plan(problem, settings, look)
@@ -358,6 +360,14 @@ def _all_entries(
             return plan, failure
 
 
+def _raise_at_first_row(problem: Problem, settings: Settings, findings: Findings) -> None:
+    """Raises what backward raises for the first row, if a call has raised. The checks would end with it, but later."""
+    output = next((block for block in problem.outputs if block.size), None)
+    raised = problem.vjp_raised or findings.early is not None
+    if raised and output is not None and problem.has_graph and settings.check_backward_ad:
+        problem.row(output.first, output)
+
+
 def _out_of_memory_message(problem: Problem, plan: Plan, settings: Settings, error: BaseException) -> str:
     limit = "by default a share of the free memory" if settings.memory_limit is None else f"now {settings.memory_limit}"
     return (
@@ -377,6 +387,7 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
         return _exact(problem, settings, findings)
 
     plan = make_sketch_plan(settings)
+    _raise_at_first_row(problem, settings, findings)
     if not problem.m:
         if isinstance(problem.func, Backward):
             problem.evaluate(False)  # raises if only the first call returned None for all inputs

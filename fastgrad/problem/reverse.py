@@ -23,9 +23,12 @@ class ReverseMode(Evaluation):
     ----------
     modified_cotangent, modified_output
         The index of an output whose grad_output, or whose value, backward has modified; -1: none.
+    vjp_raised
+        Whether one of the VJPs by `vjps_of` has raised.
     """
 
     modified_cotangent = modified_output = -1
+    vjp_raised = False
 
     @phase("analytical rows")
     @repeats_if_memory_lacks
@@ -154,7 +157,11 @@ class ReverseMode(Evaluation):
         only: per row, the index of the only output that gets a grad_output; -1: all outputs get one.
         """
         graph = self.vjp_graph()
-        products, match = native.vjp_coordinates(graph, self._natives, cotangents, layouts, only)
+        try:
+            products, match = native.vjp_coordinates(graph, self._natives, cotangents, layouts, only)
+        except Exception:
+            self.vjp_raised = True
+            raise
         self._note_vjps(graph, len(only), match)
         return products, match
 

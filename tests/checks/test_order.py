@@ -255,6 +255,46 @@ def test_nothing_is_drawn_from_the_global_generator() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize(("fast_mode", "most"), [(False, 60), (True, 9)])
+@pytest.mark.parametrize("n", [40, 400])
+def test_cost_of_a_derivative_that_is_not_implemented(n: int, fast_mode: bool, most: int) -> None:
+    """Torch's slow mode evaluates the numerical Jacobian first: 2 n evaluations, two calls of func each."""
+    calls = 0
+
+    def attention(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        query = x.reshape(1, 1, -1, 4)
+        return torch.nn.functional.scaled_dot_product_attention(query, 2 * query, query.cos())
+
+    x = torch.linspace(0.1, 1, n, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="flash_attention_for_cpu_backward is not implemented"):
+        fastgrad.gradgradcheck(attention, (x,), fast_mode=fast_mode)
+    assert calls <= most
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("n", [12, 400])
+def test_cost_of_a_custom_backward_that_raises(n: int, fast_mode: bool) -> None:
+    calls = 0
+
+    class Raising(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise RuntimeError("planted")
+
+    x = torch.linspace(0.1, 1, n, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="planted"):
+        fastgrad.gradcheck(Raising.apply, (x,), fast_mode=fast_mode)
+    assert calls == 1
+
+
 def test_an_output_is_judged_before_what_the_next_one_raises() -> None:
     class Raises(torch.autograd.Function):
         @staticmethod
