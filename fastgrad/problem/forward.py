@@ -144,23 +144,17 @@ class ForwardMode(Evaluation):
             raise AssertionError(changed_message(self.outputs[output], found, "evaluated again"))
         return products
 
-    @repeats_if_memory_lacks
-    def runs_custom_jvp(self) -> bool:
+    def runs_custom_jvp(self, run: Callable[[], object]) -> bool:
         """Whether func runs a `torch.autograd.Function` in forward mode, or makes or reads dual tensors itself.
 
-        Such code need not be in the graph of the backward. If the backward has custom code, this takes no evaluation.
+        Such code need not be in the graph of the backward. If the backward has custom code, `run` is not called.
+        run: evaluates a JVP.
         """
         if self.is_custom:
             return True
-        self.jvps += 1
         calls = _CustomCalls()
-        ones = (torch.ones_like(input_.detach()) for input_ in self._input_tensors)
-
-        def evaluate(duals: tuple[Any, ...], _: list[Tensor]) -> None:
-            with calls, torch_private.functions_through(calls.apply):
-                self._evaluator.evaluate_at(duals)
-
-        self._at_duals(ones, evaluate)
+        with calls, torch_private.functions_through(calls.apply):
+            run()
         return calls.found
 
     def _at_duals(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -290,6 +291,21 @@ def test_custom_code_that_runs_in_forward_mode_only_is_found(
     func: Callable[[Tensor], Tensor], keywords: dict[str, bool]
 ) -> None:
     report = fastgrad.check(func, (leaf(1000),), **keywords)
+    assert report.failure is not None
+    assert report.failure.mode == "forward"
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+def test_a_tangent_that_func_makes_wrong_in_one_call_fails(call: int) -> None:
+    calls = itertools.count(1)
+
+    def func(x: Tensor) -> Tensor:
+        primal, tangent = forward_ad.unpack_dual(x)
+        if tangent is None:
+            return x.sin()
+        return forward_ad.make_dual(primal.sin(), tangent * primal.cos() + 0.1 * (next(calls) == call))
+
+    report = fastgrad.check(func, (leaf(SIZE),), **FORWARD)
     assert report.failure is not None
     assert report.failure.mode == "forward"
 
