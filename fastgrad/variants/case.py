@@ -130,10 +130,17 @@ class Subject:
 def _is_finite(func: Callable[..., Any], inputs: list[Any]) -> bool:
     try:
         with torch.no_grad():
-            result = as_tuple(func(*inputs))
+            results = tensors_of(func(*inputs))
     except Exception:
         return False
-    return all(bool(one.isfinite().all()) for one in result if isinstance(one, Tensor) and one.is_floating_point())
+    return all(bool(one.isfinite().all()) for one in results if one.is_floating_point())
+
+
+def tensors_of(result: Any) -> tuple[Tensor, ...]:
+    """The tensors in a result of func, nested or not."""
+    found: list[tuple[str, Tensor]] = []
+    flatten(result, "result", lambda tensor: True, found)
+    return tuple(tensor for _, tensor in found)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fastgrad.problem.signature import function_name
 from fastgrad.problem.validation import as_float, check_kwargs, check_seed, disabled_gradients
 from fastgrad.report.variants import VariantRow, VariantsReport, VariantVerdict
 from fastgrad.variants import compilation, derivatives, layouts, points, state
-from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, subject_of
+from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, subject_of, tensors_of
 from fastgrad.variants.kinks import examined
 
 _NO_SUCH_DERIVATIVE = (
@@ -109,7 +109,9 @@ def check_variants(
         if begin - start > seconds:
             rows.append(VariantRow(variant.family, variant.name, "not run", f"{seconds:g} s have elapsed", 0.0))
             continue
-        with SavedState(func, subject.inputs), state.restored_modes(func):  # the state includes the buffers of modules
+        # The saved state includes the buffers of modules.
+        with SavedState(func, subject.inputs), state.restored_modes(func), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             found = _outcome(variant, subject, {**keywords, "seed": seed})
         took = time.perf_counter() - begin
         rows.append(VariantRow(variant.family, variant.name, found.verdict, found.detail, took, found.report))
@@ -175,9 +177,7 @@ def _outcome(variant: Variant, subject: Subject, keywords: dict[str, Any]) -> Ou
         return case
     raised: list[Exception] = []
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            report = check(_named(case.func, subject, raised), case.inputs, **{**keywords, **case.keywords})
+        report = check(_named(case.func, subject, raised), case.inputs, **{**keywords, **case.keywords})
     except Exception as error:
         return _of_exception(variant, subject, case, error, any(error is one for one in raised))
     if report.verdict == "passed":
@@ -241,7 +241,7 @@ def _at_a_chosen_point(case: Case, verdict: VariantVerdict, line: str) -> tuple[
     """Judges a failure at a generated point: it counts only if an entry that has a derivative is wrong."""
     func, inputs = case.tested_for_kinks or (case.func, case.inputs)
     try:
-        found = examined(func, inputs)
+        found = examined(lambda *arguments: tensors_of(func(*arguments)), inputs)
     except Exception as error:
         return "undecided", f"the check fails here, but next to this point func raises {_first_line(error)}"
     if found is None:
@@ -256,4 +256,6 @@ def _at_a_chosen_point(case: Case, verdict: VariantVerdict, line: str) -> tuple[
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    first, _, rest = str(error).partition("\n")
+    reason = f" {rest.partition(chr(10))[0]}" if first.endswith(":") else ""  # what a backend of torch.compile raised
+    return f"{type(error).__name__}: {first}{reason}"

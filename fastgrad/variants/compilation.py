@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from fastgrad.core import torch_private
-from fastgrad.problem.arguments import as_tuple
-from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant
+from fastgrad.problem.arguments import flatten
+from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, tensors_of
 
 
 def _compiled(backend: str, dynamic: bool) -> Callable[[Subject], Case]:
@@ -20,18 +21,69 @@ def _compiled(backend: str, dynamic: bool) -> Callable[[Subject], Case]:
         if backend == "inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
             raise NotApplicableError("there is no C++ compiler")
         compiled = torch_private.compiled(subject.called, backend, dynamic)
-        return Case(subject.flat(compiled), subject.inputs)
+        return Case(_with_new_graphs(subject.flat(compiled)), subject.inputs)
 
     return make
+
+
+def _with_new_graphs(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose backward calls func again, and runs the backward of this graph once.
+
+    A check runs backward several times on a graph. A compiled backward may raise then, or return wrong values, because
+    it may overwrite what the graph saved.
+    """
+
+    def run(*arguments: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return func(*arguments)
+        recorded: list[_Recorded] = []
+        tensors = _NewGraph.apply(func, recorded, *arguments)  # type: ignore[no-untyped-call]
+        (made,) = recorded
+        return made.result if made.rebuild is None else made.rebuild(iter(tensors))
+
+    return run
+
+
+class _Recorded:
+    """The result of a call that was recorded, its tensors that require grad, and what rebuilds it from them."""
+
+    def __init__(self, func: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        found: list[tuple[str, Tensor]] = []
+        with torch.enable_grad():
+            self.result = func(*arguments)
+            self.rebuild = flatten(self.result, "result", lambda tensor: tensor.requires_grad, found)
+        self.tensors = [tensor for _, tensor in found]
+
+
+class _NewGraph(torch.autograd.Function):
+    """func(*arguments), recorded again for each backward."""
+
+    @staticmethod
+    def forward(ctx: Any, func: Callable[..., Any], recorded: list[_Recorded], *arguments: Any) -> tuple[Tensor, ...]:
+        ctx.func = func
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*arguments)
+        recorded.append(_Recorded(func, arguments))
+        return tuple(tensor.detach().clone() for tensor in recorded[0].tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        arguments = ctx.saved_tensors
+        pairs = zip(_Recorded(ctx.func, arguments).tensors, grads, strict=True)
+        defined = [(tensor, grad) for tensor, grad in pairs if grad is not None]
+        wanted = [value for value in arguments if value.requires_grad]
+        outputs, vectors = [tensor for tensor, _ in defined], [grad for _, grad in defined]
+        found = iter(torch.autograd.grad(outputs, wanted, vectors, allow_unused=True) if defined else ())
+        return (None, None, *(next(found, None) if value.requires_grad else None for value in arguments))
 
 
 def _on_fake_tensors(subject: Subject) -> Outcome:
     """Compares shapes and dtypes of results and gradients with those on fake tensors."""
     mode = torch_private.fake_mode()
     fakes = tuple(mode.from_tensor(x.detach()).requires_grad_(x.requires_grad) for x in subject.inputs)
-    real_results = _tensors(subject.func(*subject.inputs))
-    with mode:
-        fake_results = _tensors(subject.func(*fakes))
+    real_results = tensors_of(subject.func(*subject.inputs))
+    fake_results = tensors_of(subject.flat(_Within(mode, subject.called))(*fakes))
     different = _difference("output", real_results, fake_results)
     if different:
         return Outcome("failed", different)
@@ -45,12 +97,20 @@ def _on_fake_tensors(subject: Subject) -> Outcome:
     return Outcome("failed", different) if different else Outcome("passed")
 
 
-def _tensors(result: Any) -> list[Tensor | None]:
-    return [value for value in as_tuple(result) if isinstance(value, Tensor)]
+class _Within(Module):
+    """A function or module that is called within a mode; the buffers of a module are restored outside of it."""
+
+    def __init__(self, mode: Any, called: Callable[..., Any]) -> None:
+        super().__init__()
+        self._mode, self._called = mode, called
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        with self._mode:
+            return self._called(*arguments, **keywords)
 
 
-def _gradients(results: list[Tensor | None], inputs: tuple[Tensor, ...], checked: list[int]) -> Sequence[Tensor | None]:
-    differentiable = [value for value in results if value is not None and value.requires_grad]
+def _gradients(results: Sequence[Tensor], inputs: tuple[Tensor, ...], checked: list[int]) -> Sequence[Tensor | None]:
+    differentiable = [value for value in results if value.requires_grad]
     ones = [torch.ones_like(value) for value in differentiable]
     return torch.autograd.grad(differentiable, [inputs[i] for i in checked], ones, allow_unused=True)
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad.problem.arguments import as_tuple
-from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant, as_given
+from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant, as_given, tensors_of
 
 
 def _reverse_over_forward(subject: Subject) -> Case:
@@ -21,7 +20,8 @@ def _reverse_over_forward(subject: Subject) -> Case:
 
     def pushed(*arguments: Any) -> Any:
         checked = tuple(arguments[i] for i in subject.checked)
-        return torch.func.jvp(subject.of_checked(arguments), checked, tangents)[1]
+        func = subject.of_checked(arguments)
+        return torch.func.jvp(lambda *given: tensors_of(func(*given)), checked, tangents)[1]
 
     return Case(pushed, subject.inputs)
 
@@ -65,11 +65,11 @@ def _under_vmap(subject: Subject) -> Case:
 
 def _differentiable(subject: Subject) -> Callable[[Any], tuple[Tensor, ...]]:
     """Returns a function that selects the outputs that require grad from a result of func."""
-    outputs = as_tuple(subject.func(*subject.inputs))
-    numbers = [k for k, value in enumerate(outputs) if isinstance(value, Tensor) and value.requires_grad]
+    outputs = tensors_of(subject.func(*subject.inputs))
+    numbers = [k for k, value in enumerate(outputs) if value.requires_grad]
     if not numbers:
         raise NotApplicableError("no output requires grad")
-    return lambda result: tuple(as_tuple(result)[k] for k in numbers)
+    return lambda result: tuple(tensors_of(result)[k] for k in numbers)
 
 
 def _only_input(number: int) -> Callable[[Subject], Case]:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
+from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant, tensors_of
 
 
 def _two_forwards(subject: Subject) -> Case:
@@ -40,7 +40,7 @@ def _inputs_changed(subject: Subject) -> Case:
         return result
 
     with torch.no_grad():
-        results = [value for value in as_tuple(subject.func(*subject.inputs)) if isinstance(value, Tensor)]
+        results = tensors_of(subject.func(*subject.inputs))
     if any(_shares(value, given) for value in results for given in subject.tensors()):
         raise NotApplicableError("a result is a view of an input, or the input itself")
     return Case(func, subject.inputs, may_raise="modified by an inplace operation")

@@ -175,6 +175,51 @@ def test_compiled_functions(row: Hidden) -> None:
     assert _verdict(row.twin, row) == "passed"
 
 
+def test_nested_results() -> None:
+    (x,) = matrix()
+    report = fastgrad.check_variants(lambda x: {"view": x.reshape(-1), "rest": (x.exp(), 3)}, x)
+    assert report.passed, str(report)
+    verdicts = {row.path: row.verdict for row in report.rows}
+    assert verdicts["state: inputs changed before backward"] == "not applicable"
+    derivatives = "reverse over forward", "torch.func.vjp", "under vmap"
+    assert {verdicts[f"derivatives: {name}"] for name in derivatives} == {"passed"}
+
+    wrong = custom(lambda x: 2 * x, lambda g, x: torch.where(x == 0, g, 2 * g))
+    report = fastgrad.check_variants(lambda x: {"result": wrong(x)}, x, only=["points: zeros"])
+    assert report.verdict == "failed", str(report)
+
+
+def test_a_compiled_backward_that_runs_once_per_graph() -> None:
+    (x,) = matrix()
+    backends = [f"compiled: {name}" for name in ("aot_eager", "aot_eager, dynamic shapes", "inductor")]
+    report = fastgrad.check_variants(lambda x: {"a": (x.sort().values * x, 3)}, x, only=backends)
+    assert [row.verdict for row in report.rows] == ["passed"] * 3, str(report)
+    layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).double()
+    report = fastgrad.check_variants(layer, x, only=backends)
+    assert [row.verdict for row in report.rows] == ["passed"] * 3, str(report)
+    assert report.rows[0].report is not None
+    assert len(report.rows[0].report.pairs) == 5  # with those of the parameters
+
+
+def test_the_reason_why_a_function_cannot_be_compiled_is_stated() -> None:
+    def func(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[0] = y[0] * y[1]  # overwrites what backward needs
+        return y
+
+    (row,) = fastgrad.check_variants(func, matrix(), only=["compiled: aot_eager"]).rows
+    assert row.verdict == "not applicable"
+    assert "backend='aot_eager' raised: RuntimeError: one of the variables needed" in row.detail
+
+
+def test_a_module_with_buffers_on_fake_tensors() -> None:
+    layer = torch.nn.BatchNorm1d(3).double()
+    before = [buffer.clone() for buffer in layer.buffers()]
+    (row,) = fastgrad.check_variants(layer, matrix(), only=["compiled: fake tensors"]).rows
+    assert row.verdict == "passed", row.detail
+    assert all(torch.equal(*pair) for pair in zip(before, layer.buffers(), strict=True))
+
+
 def test_fake_tensors_and_registered_operators() -> None:
     @torch.library.custom_op("fastgrad_variants::doubled", mutates_args=())
     def doubled(x: Tensor) -> Tensor:
