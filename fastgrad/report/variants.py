@@ -15,6 +15,9 @@ from fastgrad.report.report import Report, Result
 VariantVerdict = Literal["failed", "passed", "undecided", "no derivative", "not applicable", "raised", "not run"]
 """The verdict of a variant."""
 
+AS_GIVEN = "points: as given"
+"""The path of the variant that is the caller's own call."""
+
 
 @dataclass(frozen=True)
 class VariantRow:
@@ -76,15 +79,15 @@ class VariantsReport(EqualByContent, Result):
 
     @property
     def verdict(self) -> Literal["passed", "failed", "incomplete"]:
-        """The verdict; incomplete if no variant failed, but some were not run, or none passed."""
+        """The verdict; incomplete if no variant failed, but some were not run, none passed, or func raises as given."""
         if self.failed:
             return "failed"
-        is_complete = self._count("passed") > 0 and not self._count("not run")
+        is_complete = self._count("passed") > 0 and not self._count("not run") and not self._obstacle()
         return "passed" if is_complete else "incomplete"
 
     @property
     def passed(self) -> bool:
-        """Whether no variant failed or raised, at least one passed, and the time limit was not reached."""
+        """Whether no variant failed or raised, at least one passed, func runs as given, and all variants were run."""
         return self.verdict == "passed"
 
     @property
@@ -124,6 +127,10 @@ class VariantsReport(EqualByContent, Result):
     def _ran(self) -> list[VariantRow]:
         return [row for row in self.rows if row.verdict not in ("not applicable", "not run")]
 
+    def _obstacle(self) -> str:
+        """Why the caller's own call could not be checked; empty if it was."""
+        return next((row.detail for row in self.rows if row.path == AS_GIVEN and row.verdict == "not applicable"), "")
+
     def _count(self, verdict: VariantVerdict) -> int:
         return sum(row.verdict == verdict for row in self.rows)
 
@@ -133,6 +140,8 @@ class VariantsReport(EqualByContent, Result):
         if self.verdict == "incomplete":
             late, total = self._count("not run"), len(self.rows)
             reason = f"{late} of {total} variants were not run" if late else f"none of {total} variants passed"
+            if self._obstacle() and self._count("passed"):
+                reason = f"as given, {self._obstacle()}"
         return f"check_variants {self.verdict}: {reason}"
 
     def _content(self) -> str:

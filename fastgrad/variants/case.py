@@ -13,7 +13,7 @@ from torch.nn import Module
 from fastgrad.problem.arguments import Call, Rebuild, as_tuple, check_callable, flatten
 from fastgrad.problem.validation import differentiable_inputs
 from fastgrad.report.report import Report
-from fastgrad.report.variants import VariantVerdict
+from fastgrad.report.variants import AS_GIVEN, VariantVerdict
 
 Family = Literal["state", "points", "layouts", "derivatives", "compiled"]
 
@@ -183,7 +183,7 @@ class Variant:
     @property
     def is_given(self) -> bool:
         """Whether this is the caller's own check."""
-        return (self.family, self.name) == ("points", "as given")
+        return f"{self.family}: {self.name}" == AS_GIVEN
 
 
 def as_given(**keywords: Any) -> Callable[[Subject], Case]:

@@ -175,6 +175,14 @@ def test_compiled_functions(row: Hidden) -> None:
     assert _verdict(row.twin, row) == "passed"
 
 
+def test_a_func_that_raises_only_at_the_given_inputs() -> None:
+    (x,) = matrix()
+    report = fastgrad.check_variants(lambda x: x.sum(1) * x, x, only=["points"])
+    assert report.verdict == "incomplete"
+    assert "passed" in {row.verdict for row in report.rows}
+    assert report.headline().startswith("check_variants incomplete: as given, func raises RuntimeError: The size of")
+
+
 def test_nested_results() -> None:
     (x,) = matrix()
     report = fastgrad.check_variants(lambda x: {"view": x.reshape(-1), "rest": (x.exp(), 3)}, x)
