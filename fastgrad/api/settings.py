@@ -16,6 +16,7 @@ from fastgrad.core.precision import LOWER
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.signature import function_name
 from fastgrad.problem.validation import as_bool, as_float, check_seed, is_integer
+from fastgrad.report.failure import count
 from fastgrad.report.settings import UNNAMED, GradOutputs, Settings, Tolerances
 
 _DEFAULTS = (Tolerances.eps, Tolerances.atol, Tolerances.rtol)
@@ -173,7 +174,7 @@ def _one_each(name: str, given: Any, names: Sequence[str]) -> list[float]:
         found = list(given) if isinstance(given, Sequence) else [given] * len(names)
         if len(found) != len(names):
             raise ValueError(
-                f"{name} needs one number for each of the {len(names)} checked inputs ({', '.join(names)}), got "
+                f"{name} needs {count(len(names), 'number')}, one for each checked input ({', '.join(names)}), got "
                 f"{len(found)}."
             )
     return [

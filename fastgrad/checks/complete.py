@@ -39,6 +39,7 @@ from fastgrad.problem.second_order import Backward
 from fastgrad.problem.validation import disabled_gradients
 from fastgrad.report.data import Plan
 from fastgrad.report.failure import Failure
+from fastgrad.report.failure import count as counted
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
@@ -344,7 +345,7 @@ def _all_entries(
     plan = replace(plan, reason=plan.reason + obstacle) if obstacle else plan
     count = 2 * problem.n + problem.m
     evaluations = count + cost_model.COSTS.jvp_evaluations * problem.n * settings.check_forward_ad
-    problem.progress.start(count, look.measured * evaluations if look else 0.0, f"{count} calls")
+    problem.progress.start(count, look.measured * evaluations if look else 0.0, counted(count, "call"))
     while True:
         own = Findings(backward=findings.backward, early=findings.early, columns=findings.columns)
         try:

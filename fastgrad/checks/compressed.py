@@ -37,7 +37,7 @@ from fastgrad.engines.plan import (
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
-from fastgrad.report.failure import Failure
+from fastgrad.report.failure import Failure, count
 from fastgrad.report.settings import Settings
 from fastgrad.structure.detection import ProblemPatterns
 from fastgrad.structure.sparsity import ALWAYS_FEW
@@ -101,7 +101,7 @@ def _attempt(
     if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
         return "dense engine"
     planned = 2 * column_groups + (column_groups if by_columns else row_groups)
-    problem.progress.start(planned, look.seconds * planned, f"{column_groups} column groups")
+    problem.progress.start(planned, look.seconds * planned, count(column_groups, "column group"))
     plan = _plan(problem, settings, look, compression)
     verdict = unless_rejected(partial(PatternVerdict, problem, settings, plan, compression, look, calls))
     if verdict is None:  # func may raise for steps of several coordinates

@@ -293,7 +293,9 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
                 f"each output depends on one element of {words.input}, but the jvp adds up the tangents of "
                 f"{'all' if everywhere else 'wrong'} elements"
             )
-        yield Cause("missing reduction", text, f"explains all {int(flat.wrong.sum())} wrong entries", 0.95)
+        wrong = int(flat.wrong.sum())
+        explained = "the only wrong entry" if wrong == 1 else f"all {wrong} wrong entries"
+        yield Cause("missing reduction", text, f"explains {explained}", 0.95)
 
 
 def _of_dimensions(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:

@@ -188,7 +188,7 @@ def _each(name: str, given: Any, count: int) -> list[Any]:
         return [None] * count
     found = list(given) if isinstance(given, (tuple, list)) else [given]
     if len(found) != count:
-        raise ValueError(f"{name} must have one entry for each of the {count} inputs, got {len(found)}.")
+        raise ValueError(f"{name} must have one entry for each input, {count} in all, got {len(found)}.")
     return found
 
 

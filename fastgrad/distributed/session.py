@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fastgrad.core.ranks import RankError, RankFailure, Ranks, rank_failure
 from fastgrad.distributed.placements import Difference, Space, difference, dual, parts_of, whole_of
 from fastgrad.problem.arguments import as_tuple
+from fastgrad.report.failure import count
 
 Parts = list[Tensor | None]
 """The parts of a tensor, one per rank; None for a rank without a gradient."""
@@ -294,8 +295,8 @@ class Session:
         named = [None] * len(own) if self._outputs is None else list(self._outputs)
         if len(named) != len(own) or any(one is None and other is None for one, other in zip(named, own, strict=True)):
             raise ValueError(
-                f"outputs must name the placement of each of func's {len(own)} results, Shard(dim), Replicate() or "
-                f"Partial(), got {'none' if self._outputs is None else len(named)}."
+                f"outputs must name {count(len(own), 'placement')} (Shard(dim), Replicate() or Partial()), one for "
+                f"each result of func, got {'none' if self._outputs is None else len(named)}."
             )
         return [space for space in (other or one for one, other in zip(named, own, strict=True)) if space is not None]
 

@@ -73,7 +73,8 @@ def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) ->
     if m <= most:
         rows = torch.eye(m, dtype=torch.float64, device=problem.device)
         numbers = torch.cat([torch.full((DENSE,), -1, device="cpu"), torch.arange(m, device="cpu")])
-        return Probes(torch.cat([dense, rows]), numbers, f"{DENSE} random grad_outputs and all {m} rows")
+        of_rows = "the only row" if m == 1 else f"all {m} rows"
+        return Probes(torch.cat([dense, rows]), numbers, f"{DENSE} random grad_outputs and {of_rows}")
     # A group has every `most`-th row, so that rows of neighboring outputs, which share inputs, are in different groups.
     groups = torch.zeros(most, m, dtype=torch.float64, device=problem.device)
     every = torch.arange(m, device=problem.device)

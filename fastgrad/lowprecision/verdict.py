@@ -17,7 +17,7 @@ from fastgrad.lowprecision.reference import Products
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import Cause
-from fastgrad.report.failure import Failure, FailureKind, digits_apart
+from fastgrad.report.failure import Failure, FailureKind, count, digits_apart
 from fastgrad.report.low_precision import LowPrecision, RoundedEntry
 
 MIN_EFFECTIVE = 12.0
@@ -179,8 +179,8 @@ def _judge_overflows(comparison: Comparison, outcome: Outcome) -> None:
     elif bool(explained.any()):
         outcome.note(
             worst=comparison.entry(*_first(explained)),
-            undecided=f"{int(explained.sum())} entries of the gradients are not finite. They are also not finite in "
-            "the reference if every result is rounded to the dtype: an intermediate result leaves the dtype's range",
+            undecided=f"the gradients are not finite in {count(int(explained.sum()), 'entry')}, and nor is the "
+            "reference if every result is rounded to the dtype: an intermediate result leaves the dtype's range",
             remedy=_SMALLER_OR_WIDER,
         )
 
@@ -189,8 +189,8 @@ def _look_again(comparison: Comparison, outcome: Outcome) -> None:
     comparison.look_again()
     if comparison.excused:
         outcome.notes.append(
-            f"{comparison.excused} entries are accurate only relative to the largest entry: rounding explains their "
-            "errors only if inputs are perturbed relative to the largest element of their tensor"
+            f"accurate only relative to the largest entry: {count(comparison.excused, 'entry')}; rounding "
+            "explains these errors only if inputs are perturbed relative to the largest element of their tensor"
         )
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
 
@@ -312,8 +312,9 @@ def _judge_beyond_range(comparison: Comparison, outcome: Outcome) -> None:
     if bool(wrong.any()):
         outcome.note(
             worst=comparison.entry(*_first(wrong)),
-            undecided=f"{int(wrong.sum())} entries of the gradients differ from the reference, which is outside the "
-            "dtype's range, by more than rounding explains: they are wrong, or an intermediate result leaves the range",
+            undecided=f"the gradients differ in {count(int(wrong.sum()), 'entry')} from the reference, which is "
+            "outside the dtype's range, by more than rounding explains: they are wrong, or an intermediate result "
+            "leaves the range",
             remedy=_SMALLER_OR_WIDER,
         )
 

@@ -57,6 +57,12 @@ def modulus(value: complex) -> float:
     return math.hypot(value.real, value.imag)
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun, in the singular or the plural."""
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def digits_apart(first: complex, second: complex, least: int = 6) -> int:
     """The number of significant digits with which two numbers have different texts; `least` if they are equal."""
     return next((digits for digits in range(least, 18) if f"{first:.{digits}g}" != f"{second:.{digits}g}"), least)

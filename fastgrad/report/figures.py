@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fastgrad.core.tensors import element_index, element_number
 from fastgrad.report import element_map, messages
 from fastgrad.report.data import ReportData
-from fastgrad.report.failure import Entry, Failure
+from fastgrad.report.failure import Entry, Failure, count
 from fastgrad.report.settings import Tolerances
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def _draw_errors(axes: Axes, entries: Entries) -> None:
     axes.set_xlabel("tolerance, atol + rtol |numerical|")
     axes.set_ylabel("error, |analytical - numerical|")
     if not finite.all():
-        axes.set_title(f"without {int((~finite).sum())} entries that are not finite", fontsize="small")
+        axes.set_title(f"not finite and not shown: {count(int((~finite).sum()), 'entry')}", fontsize="small")
     _finish(axes)
 
 

@@ -7,6 +7,7 @@ from html import escape
 from urllib.parse import quote
 
 from fastgrad.report import html
+from fastgrad.report.failure import count
 
 
 def page(summary: Sequence[str], entries: Sequence[list[str]]) -> str:
@@ -14,8 +15,7 @@ def page(summary: Sequence[str], entries: Sequence[list[str]]) -> str:
 
     entries: for each failing check, the file name of its report, test, checker, and first line of the message.
     """
-    found = "failing check" if len(entries) == 1 else "failing checks"
-    headline = f"{len(entries)} {found}" if entries else "No check failed"
+    headline = count(len(entries), "failing check") if entries else "No check failed"
     rows = "".join(
         f'<tr><td><a href="{quote(file)}">{escape(test)}</a></td><td>{escape(checker)}</td><td>{escape(line)}</td></tr>'
         for file, test, checker, line in sorted(entries)

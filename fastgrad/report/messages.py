@@ -16,6 +16,7 @@ from fastgrad.report.failure import (
     FailureKind,
     Span,
     Subject,
+    count,
     digits_apart,
     modulus,
 )
@@ -605,12 +606,6 @@ def _positions(report: ReportData, failure: Failure) -> list[str]:
     if failure.input is not None and failure.input != failure.input_position:
         places.append(f"input {failure.input} is argument {failure.input_position} of func")
     return [f"  where      {'; '.join(places)} (tensors that do not require grad are not counted)"] if places else []
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun, in the singular or the plural."""
-    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
-    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from fastgrad.report.failure import digits_apart
-from fastgrad.report.messages import count, seconds_text
+from fastgrad.report.failure import count, digits_apart
+from fastgrad.report.messages import seconds_text
 from fastgrad.report.model_data import EndToEnd, Finding, ModelReportData, Operation, Site
 
 MAX_ROWS = 12
@@ -101,5 +101,6 @@ def cost_line(report: ModelReportData) -> str:
     vjps = sum(one.vjps for one in report.operations)
     return (
         f"{seconds_text(report.seconds)}, or the time of {passes:.1f} forward and backward passes of the model; "
-        f"{report.end_to_end.evaluations} calls of the model, {evaluations} evaluations and {vjps} VJPs of operations"
+        f"{count(report.end_to_end.evaluations, 'call')} of the model, {count(evaluations, 'evaluation')} and "
+        f"{count(vjps, 'VJP')} of operations"
     )

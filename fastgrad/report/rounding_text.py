@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastgrad.report.failure import FailureKind, digits_apart
+from fastgrad.report.failure import FailureKind, count, digits_apart
 
 if TYPE_CHECKING:
     from fastgrad.report.low_precision import LowPrecision, RoundedEntry
@@ -44,7 +44,9 @@ def lines(precision: LowPrecision) -> list[str]:
     if precision.worst is not None and not precision.undecided:
         found.append(f"  worst      {_sizes(precision.worst)}")
     if precision.out_of_range:
-        found.append(f"  left out   {precision.out_of_range:,} entries whose reference is outside the dtype's range")
+        found.append(
+            f"  left out   {count(precision.out_of_range, 'entry')} whose reference is outside the dtype's range"
+        )
     return found
 
 
@@ -53,16 +55,16 @@ def _compared(precision: LowPrecision) -> str:
         return f"  compared   {precision.rows} in the lower dtype"
     held = "; func computes in a wider dtype, so only one rounding is allowed" if precision.rounded_once else ""
     return (
-        f"  compared   {precision.entries:,} entries of {precision.products:,} VJPs ({precision.rows}) with "
-        f"{precision.reference}; rounding measured in {precision.draws} runs{held}"
+        f"  compared   {count(precision.entries, 'entry')} of {count(precision.products, 'VJP')} ({precision.rows}) "
+        f"with {precision.reference}; rounding measured in {count(precision.draws, 'run')}{held}"
     )
 
 
 def verdict(kind: FailureKind, precision: LowPrecision) -> str:
     """The middle of a failure's first line."""
-    entries = "1 entry" if precision.wrong == 1 else f"{precision.wrong:,} entries"
+    entries = count(precision.wrong, "entry")
     # With differences, the search ends with the first wrong entry.
-    where = f"{entries} of {precision.products:,} VJPs" if precision.reference else f"at least {entries}"
+    where = f"{entries} of {count(precision.products, 'VJP')}" if precision.reference else f"at least {entries}"
     if kind == "not finite":
         return f"is not finite in {where}"
     if kind == "biased":

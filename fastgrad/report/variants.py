@@ -8,6 +8,7 @@ from html import escape
 from typing import Any, Literal
 
 from fastgrad.report import html
+from fastgrad.report.failure import count
 from fastgrad.report.json_form import SCHEMA, EqualByContent, plain
 from fastgrad.report.messages import seconds_text
 from fastgrad.report.report import Report, Result
@@ -136,10 +137,11 @@ class VariantsReport(EqualByContent, Result):
 
     def headline(self) -> str:
         """The verdict and its reason, in one line."""
-        reason = f"{len(self.failed)} of {len(self._ran)} variants failed"
+        reason = f"{len(self.failed)} of {count(len(self._ran), 'variant')} failed"
         if self.verdict == "incomplete":
-            late, total = self._count("not run"), len(self.rows)
-            reason = f"{late} of {total} variants were not run" if late else f"none of {total} variants passed"
+            late, total = self._count("not run"), count(len(self.rows), "variant")
+            was = "was" if late == 1 else "were"
+            reason = f"{late} of {total} {was} not run" if late else f"none of {total} passed"
             if self._obstacle() and self._count("passed"):
                 reason = f"as given, {self._obstacle()}"
         return f"check_variants {self.verdict}: {reason}"
@@ -165,4 +167,4 @@ class VariantsReport(EqualByContent, Result):
 
     def __repr__(self) -> str:
         """One line."""
-        return f"<VariantsReport: {self.verdict}, {len(self.rows)} variants>"
+        return f"<VariantsReport: {self.verdict}, {count(len(self.rows), 'variant')}>"

@@ -20,6 +20,7 @@ import torch
 from fastgrad._version import __version__
 from fastgrad.core.memory import Result
 from fastgrad.report import index_page
+from fastgrad.report.failure import count
 from fastgrad.report.messages import seconds_text
 from fastgrad.testing.patch import Check, DisagreementError, ask_both, estimate, patch
 
@@ -85,7 +86,7 @@ class Summary:
     def lines(self) -> list[str]:
         if not self.verdicts and not self.lost:
             return ["no checks: no test called torch's gradcheck or gradgradcheck, or the fixtures with these names"]
-        lines = [f"{sum(self.checkers.values())} checks ({_counts(self.checkers)}): {_counts(self.verdicts)}"]
+        lines = [f"{count(sum(self.checkers.values()), 'check')} ({_counts(self.checkers)}): {_counts(self.verdicts)}"]
         if self.errors:
             lines[0] += f" ({_counts(self.errors)})"
         lines.append(f"fastgrad {seconds_text(self.seconds)}")
@@ -203,7 +204,7 @@ class Session(Durations):
             (self._directory / "summary.json").write_text(json.dumps(self._summary.as_dict(), indent=1) + "\n")
             page = index_page.page(self._summary.lines(), self._summary.reports)
             (self._directory / "index.html").write_text(page)
-            terminalreporter.line(f"reports of {len(self._summary.reports)} failing checks: {self._directory}")
+            terminalreporter.line(f"reports of {count(len(self._summary.reports), 'failing check')}: {self._directory}")
         step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
         if step_summary:
             with Path(step_summary).open("a") as file:
@@ -266,7 +267,7 @@ class Estimates(Durations):
         path = self.write_durations(self._directory)
         terminalreporter.section("fastgrad")
         total = seconds_text(sum(self._durations.values()))
-        terminalreporter.line(f"{len(self._durations)} tests would take {total}: {path}")
+        terminalreporter.line(f"{count(len(self._durations), 'test')} would take {total}: {path}")
 
 
 def _until_the_end(config: pytest.Config, context: AbstractContextManager[Result]) -> Result:
@@ -283,4 +284,4 @@ def _property(check: Check) -> str:
 
 
 def _counts(counter: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counter.most_common())
+    return ", ".join(f"{number} {name}" for name, number in counter.most_common())

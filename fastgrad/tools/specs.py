@@ -254,6 +254,8 @@ def _loaded(path: str, device: torch.device | str) -> tuple[Any, ...]:
     path, *options = path.split(",")
     if options not in ([], ["nograd"]):
         raise SpecError(f"after @FILE only nograd is allowed, got {','.join(options)!r}")
+    if not path:
+        raise SpecError("@ must be followed by the path of a file, as in @inputs.pt")
     if not Path(path).is_file():
         raise SpecError(f"there is no file {path}")
     try:

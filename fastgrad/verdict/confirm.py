@@ -18,7 +18,7 @@ from fastgrad.engines.compressed import Compression
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Pair, Plan
-from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, modulus
+from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, count, modulus
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import MAX_WORST, Findings, PairComparison, groups_without_a_common_row, places_along
 from fastgrad.verdict.locate import locate
@@ -428,10 +428,11 @@ def mismatch_failure(
     if pair.failing:
         remeasured, worst = _worst_remeasured(problem, plan, pair, pair.suspects(part), settings, findings)
         if remeasured is None and not pair.unspecified:
+            differ, agree = ("differs", "agrees") if pair.mismatches == 1 else ("differ", "agree")
             findings.notes.append(
-                f"{pair.mismatches} of {pair.entries} entries of output {pair.output.index} with respect to input "
-                f"{pair.input.index} differ at eps={settings.of(pair.input.index).eps:g} and agree when measured "
-                "again with other steps"
+                f"{pair.mismatches} of {count(pair.entries, 'entry')} of output {pair.output.index} with respect to "
+                f"input {pair.input.index} {differ} at eps={settings.of(pair.input.index).eps:g} and {agree} when "
+                "measured again with other steps"
             )
             findings.add_pair(pair.pair(part, agrees=True))
             return None

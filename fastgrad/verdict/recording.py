@@ -11,7 +11,7 @@ from fastgrad.core.tensors import largest
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
-from fastgrad.report.failure import Failure, FailureKind, digits_apart
+from fastgrad.report.failure import Failure, FailureKind, count, digits_apart
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.repeated_rows import nondeterministic_func
 
@@ -83,6 +83,6 @@ def _difference(
     digits = digits_apart(one, other)
     detail = (
         f"{one:.{digits}g} {first}, {other:.{digits}g} {second}, in output {output.index} of the "
-        f"backward, at the worst of {int(wrong.sum())} elements"
+        f"backward, at the worst of {count(int(wrong.sum()), 'element')}"
     )
     return Failure.at(kind, output, detail=detail)

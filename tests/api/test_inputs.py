@@ -863,7 +863,7 @@ def test_check_and_the_others_do_the_same(monkeypatch: pytest.MonkeyPatch) -> No
             leaf(2),
             {"eps": [1e-6, 1e-6]},
             ValueError,
-            "eps needs one number for each of the 1 checked inputs",
+            "eps needs 1 number, one for each checked input (",
         ),
         (
             torch.sin,

@@ -277,7 +277,7 @@ def test_values_that_are_not_finite() -> None:
     )
     figure = replace(report, sample=sample).plot()
     assert figure.axes[1].get_title() == "Errors and tolerances"
-    assert "without 2 entries that are not finite" in replace(report, sample=sample).to_html()
+    assert "not finite and not shown: 2 entries" in replace(report, sample=sample).to_html()
     figure.canvas.draw()
 
 

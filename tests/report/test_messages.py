@@ -627,3 +627,14 @@ def test_undefined_tangents_have_torchs_phrase() -> None:
     first, second = failure_message(report(failure)).splitlines()[:2]
     assert first == "func: the jvp does not treat an undefined tangent of in0 as zero"
     assert second.startswith("Mismatch in tangent values for output with index: 1 when ")
+
+
+def test_a_single_entry_row_or_variant_is_named_in_the_singular() -> None:
+    x = torch.tensor([0.7], dtype=torch.float64, requires_grad=True)
+    (note,) = fastgrad.check(lambda x: x**3, x, eps=0.1, rtol=0.0, atol=5e-3, engine="dense").notes
+    assert note.startswith("1 of 1 entry of output 0 with respect to input 0 differs at eps=0.1 and agrees when")
+    variants = fastgrad.check_variants(torch.sin, x, only=["points: as given"])
+    assert variants.headline() == "check_variants passed: 0 of 1 variant failed"
+    assert repr(variants) == "<VariantsReport: passed, 1 variant>"
+    low = fastgrad.check(torch.sin, x.detach().bfloat16().requires_grad_())
+    assert "6 entries of 6 VJPs (5 random grad_outputs and the only row)" in str(low)

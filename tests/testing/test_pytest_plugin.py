@@ -224,6 +224,23 @@ def test_reports_of_failing_checks(suite: pytest.Pytester, monkeypatch: pytest.M
     assert "Halved: gradient of x" in index
 
 
+def test_a_single_check_is_counted_in_the_singular(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        """
+        from operators import Halved, x
+        from torch.autograd import gradcheck
+
+        def test_wrong():
+            gradcheck(Halved.apply, x)
+        """
+    )
+    result = run(suite, "--fastgrad", "--fastgrad-report=reports")
+    result.stdout.fnmatch_lines(["1 check (1 gradcheck): 1 failed", "reports of 1 failing check: *reports"])
+    assert "1 failing check<" in (suite.path / "reports/index.html").read_text()
+    result = run(suite, "--fastgrad=estimate", "--fastgrad-report=reports")
+    result.stdout.fnmatch_lines(["1 test would take *"])
+
+
 def test_workers_of_xdist_hand_over_what_they_counted(suite: pytest.Pytester) -> None:
     suite.makepyfile(
         conftest="import sys; sys.modules['matplotlib'] = None",

@@ -338,6 +338,7 @@ def test_errors_of_func_and_of_inputs_are_no_verdict(file: str, capsys: pytest.C
         ("torch:sin", ("-i", "float64[],noncontiguous"), "without dimensions is contiguous"),
         ("torch:sin", ("-i", "float64[3,3],layout=coo,noncontiguous"), "are for strided tensors"),
         ("torch:sin", ("-i", "@nowhere.pt"), "there is no file nowhere.pt"),
+        ("torch:sin", ("-i", "@"), "@ must be followed by the path of a file"),
         ("torch:sin", ("-i", "@broken.py"), "broken.py does not contain tensors saved by torch.save"),
         ("torch:sin", ("-i", "@broken.py,csr"), "after @FILE only nograd is allowed, got 'csr'"),
         ("torch:sin", ("-i", "float64[3]", "-k", "dim"), "a keyword must be name=value"),
