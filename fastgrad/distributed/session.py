@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fastgrad.core.ranks import RankError, RankFailure, Ranks, rank_failure
-from fastgrad.distributed.placements import Difference, Space, difference, dual, parts_of, whole_of
+from fastgrad.distributed.placements import Difference, Placement, Space, difference, dual, parts_of, whole_of
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.report.failure import count
 
@@ -52,8 +52,8 @@ class Order:
 class Answer:
     """A rank's parts of the results, with requires_grad, and the placements of DTensors.
 
-    is_single: whether func returned a tensor, and not several. written: per grad_output, its values after backward has
-    written to it, or None.
+    is_single: whether func returned a tensor, and not several. written, overwritten: per grad_output, and per output of
+    the graph, its values after backward has written to it, or None.
     """
 
     parts: tuple[Tensor | None, ...]
@@ -61,12 +61,14 @@ class Answer:
     spaces: tuple[Space | None, ...] = ()
     is_single: bool = False
     written: tuple[Tensor | None, ...] = ()
+    overwritten: tuple[Tensor | None, ...] = ()
 
 
 @dataclass
 class _LocalGraph:
     inputs: list[Tensor]
     outputs: list[Tensor | None]
+    kept: tuple[Tensor | None, ...]  # copies of the outputs
     values: tuple[Tensor, ...]
 
 
@@ -103,11 +105,12 @@ class Member:
             results = self._func(*self._arguments)
             tensors = [result for result in as_tuple(results) if isinstance(result, Tensor)]
             outputs = [_local(tensor) for tensor in tensors]
+        answer = _answer(outputs)
         if order.record:
-            self._graphs[order.graph] = _LocalGraph(list(self._inputs), list(outputs), order.inputs)
+            self._graphs[order.graph] = _LocalGraph(list(self._inputs), list(outputs), answer.parts, order.inputs)
         placed: list[Any] = [tensor.placements[0] if isinstance(tensor, DTensor) else None for tensor in tensors]
         spaces = tuple(None if placement is None else Space(placement, dual(placement)) for placement in placed)
-        return replace(_answer(outputs), spaces=spaces, is_single=isinstance(results, Tensor))
+        return replace(answer, spaces=spaces, is_single=isinstance(results, Tensor))
 
     def _backward(self, order: Order, graph: _LocalGraph) -> Answer:
         self._set(graph.values)
@@ -129,19 +132,21 @@ class Member:
             )
             with torch.set_grad_enabled(order.record):
                 gradients = [_placed_as(x, gradient) for x, gradient in zip(graph.inputs, gradients, strict=True)]
+        answer = _answer(gradients)
         if order.record:
-            self._graphs[order.graph] = _LocalGraph([*leaves, *graph.inputs], list(gradients), graph.values)
-        seen = [used[k][1].detach().cpu() if k in used else None for k in range(len(graph.outputs))]
-        pairs = zip(seen, order.cotangents, strict=True)
-        written = [
-            one if one is not None and given is not None and not _same(one, given) else None for one, given in pairs
-        ]
-        return replace(_answer(gradients), written=tuple(written))
+            inputs = [*leaves, *graph.inputs]
+            self._graphs[order.graph] = _LocalGraph(inputs, list(gradients), answer.parts, graph.values)
+        own = [used[k][1] if k in used else None for k in range(len(graph.outputs))]
+        return replace(answer, written=_written(own, order.cotangents), overwritten=_written(graph.outputs, graph.kept))
 
 
-def _same(found: Tensor, given: Tensor) -> bool:
-    """Whether two grad_outputs have the same values, apart from the dtype."""
-    return torch.equal(found, given.to(found.dtype))
+def _written(tensors: Sequence[Tensor | None], before: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The values of the tensors whose values are no longer those before, apart from the dtype; None for the others."""
+    now = [None if tensor is None else tensor.detach().cpu() for tensor in tensors]
+    return tuple(
+        None if found is None or old is None or torch.equal(found, old.to(found.dtype)) else found.clone()
+        for found, old in zip(now, before, strict=True)
+    )
 
 
 def _copied(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -192,6 +197,8 @@ class Graph:
         For each input and output, tensors with the shapes and dtypes of its parts.
     parts, differentiable
         For each output, its parts, and whether it requires grad on any rank.
+    results
+        The values of the whole outputs, in the memory of rank 0's own tensors; empty if there are none.
     """
 
     number: int
@@ -202,6 +209,7 @@ class Graph:
     output_like: list[list[Tensor]]
     parts: list[Parts]
     differentiable: list[bool]
+    results: list[Tensor | None] = field(default_factory=list)
 
     def whole(self, number: int, device: torch.device) -> Tensor | None:
         """The whole tensor of an output, with zeros for ranks that have no gradient; None if no rank has one."""
@@ -260,26 +268,16 @@ class Session:
         number, of_rank = next(self._numbers), list(zip(*given, strict=True))
         orders = [Order(number, record, (), graph.number, own) for own in of_rank]
         answers = self._run(orders)
-        self._pass_on_writes(cotangents, graph, given, answers)
+        _pass_on(cotangents, [space.gradient for space in graph.outputs], given, [one.written for one in answers])
+        of_ranks = [one.overwritten for one in answers]
+        if graph.results:
+            _pass_on(graph.results, [space.placement for space in graph.outputs], graph.parts, of_ranks)
         found, differentiable = _by_result(answers)
         duals = [space.of_gradients for space in graph.outputs], [space.of_gradients for space in graph.inputs]
         inputs, like = [*duals[0], *graph.inputs], [*graph.output_like, *graph.input_like]
         made = Graph(number, graph.depth + 1, inputs, duals[1], like, graph.input_like, found, differentiable)
         self._note_differences(self._names_of_gradients(graph), found, duals[1])
         return self._made(made, record)
-
-    def _pass_on_writes(
-        self, cotangents: Sequence[Tensor | None], graph: Graph, given: Sequence[Parts], answers: Sequence[Answer]
-    ) -> None:
-        """Writes to the grad_outputs what backward wrote to their parts on any rank, so that the check sees it."""
-        for k, (whole, space, parts) in enumerate(zip(cotangents, graph.outputs, given, strict=True)):
-            written = [answer.written[k] for answer in answers]
-            if whole is None or all(part is None for part in written):
-                continue
-            now = [part if part is not None else old for part, old in zip(written, parts, strict=True)]
-            if isinstance(space.gradient, Replicate):
-                now = [part for part in written if part is not None]
-            whole.copy_(whole_of([part for part in now if part is not None], space.gradient))
 
     def _names_of_gradients(self, graph: Graph) -> list[tuple[str, int]]:
         """The names and numbers of the gradients of a graph's inputs."""
@@ -360,6 +358,22 @@ def _attempt(member: Member, order: Order, rank: int) -> Answer | RankFailure:
         return rank_failure(rank, error)
 
 
+def _pass_on(
+    tensors: Sequence[Tensor | None],
+    placements: Sequence[Placement],
+    before: Sequence[Parts],
+    of_ranks: Sequence[Sequence[Tensor | None]],
+) -> None:
+    """Writes to whole tensors what backward wrote to their parts on any rank, so that the check sees it."""
+    for whole, placement, parts, *written in zip(tensors, placements, before, *of_ranks, strict=True):
+        if whole is None or all(part is None for part in written):
+            continue
+        now = [part if part is not None else old for part, old in zip(written, parts, strict=True)]
+        if isinstance(placement, Replicate):
+            now = written
+        whole.copy_(whole_of([part for part in now if part is not None], placement))
+
+
 def cotangent_parts(cotangent: Tensor, space: Space, like: Sequence[Tensor]) -> Parts:
     """The part of a grad_output for each rank, contiguous if the grad_output is."""
     whole = _copied(cotangent, torch.device("cpu"), cotangent.dtype)
@@ -403,6 +417,7 @@ class _Remote(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         device = next(tensor.device for tensor in tensors if tensor is not None)
         whole = [graph.whole(number, device) for number in range(len(graph.parts))]
+        graph.results = [None if one is None else one.detach() for one in whole]
         pairs = zip(whole, graph.differentiable, strict=True)
         ctx.mark_non_differentiable(*(one for one, exists in pairs if not exists and one is not None))
         return tuple(whole)

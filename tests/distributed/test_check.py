@@ -118,18 +118,21 @@ def test_dtensors_that_cannot_be(dims: int, keywords: dict[str, Any], error: typ
 
 
 class Doubled(torch.autograd.Function):
-    """2 x, with a backward that is wrong for grad_outputs with gaps or stride 0, or writes to its grad_output."""
+    """2 x; its backward is wrong for grad_outputs with gaps or stride 0, or writes to its grad_output or result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
-        ctx.kind = kind
-        return 2 * x
+        ctx.kind, result = kind, 2 * x
+        ctx.memory = result.detach()
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         found = 2 * grad
         if ctx.kind == "written":
             grad.mul_(0.5)
+        if ctx.kind == "result written":
+            ctx.memory.mul_(0.5)
         is_expanded = 0 in grad.stride()
         is_wrong = {"with gaps": not is_expanded and not grad.is_contiguous(), "expanded": is_expanded}
         return found * (3 if is_wrong.get(ctx.kind) else 1), None
@@ -137,7 +140,7 @@ class Doubled(torch.autograd.Function):
 
 @pytest.mark.parametrize("fast_mode", [False, True])
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
-@pytest.mark.parametrize("kind", ["right", "with gaps", "expanded", "written"])
+@pytest.mark.parametrize("kind", ["right", "with gaps", "expanded", "written", "result written"])
 def test_backward_gets_the_layouts_of_grad_outputs_and_may_not_write_to_them(
     kind: str, placement: Any, fast_mode: bool
 ) -> None:

@@ -327,6 +327,23 @@ def replicated_cube(is_wrong: bool, rank: int, count: int) -> Call:
     return cube, (leaf(numbers(1, 3)),), keywords
 
 
+def overwritten_result(placement: Any, rank: int, count: int) -> Call:
+    """The same on every rank; on the last rank, backward writes to the result."""
+    results = []
+
+    def forward(x: Tensor) -> Tensor:
+        results[:] = [same(x)]
+        return results[0]
+
+    def backward(grad: Tensor) -> Tensor:
+        if rank == count - 1:
+            results[0].data.mul_(2)
+        return same(grad)
+
+    copy = operator(forward, backward)
+    return lambda x: copy(x.square()), (leaf(numbers(1, 3)),), {"placements": [placement], "outputs": placement}
+
+
 def dtensor_matmul(factor: float, rank: int, count: int) -> Call:
     """A product of DTensors, which have their own placements."""
     from torch.distributed.tensor import DTensor, init_device_mesh
@@ -459,6 +476,10 @@ def rows() -> list[Row]:
             partial(replicated_cube, True),
             True,
             is_first=True,
+        ),
+        *(
+            Row(f"{kind} result overwritten in backward", partial(overwritten_result, placement), True, is_first=True)
+            for kind, placement in (("replicated", Replicate()), ("sharded", Shard(0)))
         ),
         Row("DTensor matmul", partial(dtensor_matmul, 1.0)),
         Row("DTensor matmul: half", partial(dtensor_matmul, 0.5), True),
