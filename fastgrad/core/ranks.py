@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fastgrad.core import torch_private
+from fastgrad.core.errors import text_of
 
 _HEARTBEAT_INTERVAL = 1.0
 """Seconds between heartbeats of rank 0."""
@@ -79,7 +80,7 @@ def rank_failure(rank: int, error: BaseException) -> RankFailure:
     waited = any(phrase in str(error) for phrase in ("Timed out", "timed out", "timeout", "Connection closed"))
     own = [frame for frame in frames if "torch/" not in frame.filename and "fastgrad/" not in frame.filename]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return RankFailure(rank, f"{type(error).__name__}: {error}{place}", inside[-1] if waited and inside else "")
+    return RankFailure(rank, f"{text_of(error)}{place}", inside[-1] if waited and inside else "")
 
 
 class Ranks:

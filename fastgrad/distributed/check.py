@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fastgrad._version import __version__
 from fastgrad.api.checkers import check as check_whole
+from fastgrad.core.errors import text_of
 from fastgrad.core.random import RandomState
 from fastgrad.core.ranks import RankError, Ranks
 from fastgrad.distributed.causes import explained
@@ -174,7 +175,7 @@ def _lead(
         outcome = report = explained(report, session, tuple(whole), checked)
         return report
     except BaseException as error:
-        outcome = session.broken or RankError(f"rank 0 raised {type(error).__name__}: {error}")
+        outcome = session.broken or RankError(f"rank 0 raised {text_of(error)}")
         if session.broken is not None and error is not session.broken:
             raise session.broken from error
         raise

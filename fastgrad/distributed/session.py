@@ -343,12 +343,17 @@ class Session:
 
 def follow(ranks: Ranks, member: Member) -> Any:
     """Executes requests on another rank than 0 until rank 0 sends the report or an exception; returns it."""
-    while True:
-        order = ranks.next_order()
-        if not isinstance(order, Order):
-            ranks.answer(None)
-            return order
-        ranks.answer(_attempt(member, order, ranks.rank))
+    try:
+        while True:
+            order = ranks.next_order()
+            if not isinstance(order, Order):
+                ranks.answer(None)
+                return order
+            ranks.answer(_attempt(member, order, ranks.rank))
+    except (KeyboardInterrupt, SystemExit) as error:  # also while it waits for a request
+        with suppress(RankError):
+            ranks.answer(rank_failure(ranks.rank, error))
+        raise
 
 
 def _attempt(member: Member, order: Order, rank: int) -> Answer | RankFailure:

@@ -35,10 +35,10 @@ SECONDS = 2.0
 LIMIT = 30.0
 """Seconds after the fault within which every surviving rank must have ended."""
 
-LOST = ("exits", "stops", "hangs")
+LOST = ("exits", "stops", "hangs", "is interrupted")
 """Kinds after which the rank itself does not end the check."""
 
-KINDS = ("exits", "stops", "raises in forward", "raises in backward", "skips a collective")
+KINDS = ("exits", "stops", "raises in forward", "raises in backward", "skips a collective", "is interrupted")
 SHARDED_KINDS = (*LOST, "raises in forward", "raises in backward")
 
 
@@ -85,6 +85,8 @@ def _happen(fault: Fault) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault.kind == "hangs":
         time.sleep(10 * LIMIT)
+    if fault.kind == "is interrupted":
+        raise KeyboardInterrupt
     if fault.kind == "raises in forward":
         raise ValueError("planted")
 
@@ -156,8 +158,9 @@ def run(fault: Fault) -> list[str]:
                 said = json.loads(path.read_text()) if path.exists() else {"error": "", "as before": False}
                 if not said["error"]:
                     problems.append(f"rank {rank} raised no RankError")
-                expected = "raised" if "raises" in fault.kind else "no response"
-                if fault.sharded and expected not in said["error"]:
+                is_interrupted = fault.kind == "is interrupted"
+                expected = "raised" if "raises" in fault.kind or is_interrupted else "no response"
+                if (fault.sharded or is_interrupted) and expected not in said["error"]:
                     problems.append(f"rank {rank} says: {said['error']}")
                 if not said["as before"]:
                     problems.append(f"inputs of rank {rank} are not as they were")

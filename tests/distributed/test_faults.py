@@ -13,6 +13,7 @@ from tests.distributed.faults import Fault, run
         Fault("exits", rank=0, call=5),
         Fault("stops", rank=1, call=3),
         Fault("skips a collective", rank=0, call=4),
+        Fault("is interrupted", rank=1, call=3),
     ],
     ids=lambda fault: fault.kind,
 )
