@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from fastgrad._version import __version__
 from fastgrad.api.checkers import check as check_whole
@@ -17,7 +17,16 @@ from fastgrad.core.errors import text_of
 from fastgrad.core.random import RandomState
 from fastgrad.core.ranks import RankError, Ranks
 from fastgrad.distributed.causes import explained
-from fastgrad.distributed.placements import Placement, Space, difference, dual, mismatch, whole_of
+from fastgrad.distributed.placements import (
+    Placement,
+    Space,
+    checked_mesh,
+    checked_placement,
+    difference,
+    dual,
+    mismatch,
+    whole_of,
+)
 from fastgrad.distributed.session import Member, Session, follow, whole_function
 from fastgrad.problem.arguments import as_tuple, check_callable
 from fastgrad.problem.caller_state import restores_caller_state
@@ -196,23 +205,12 @@ def _each(name: str, given: Any, count: int) -> list[Any]:
 def _space(name: str, tensor: Tensor, placement: Any, gradient: Any) -> Space:
     """The placements of a tensor and its gradient, after validation."""
     if isinstance(tensor, DTensor):
-        if tensor.device_mesh.ndim != 1:
-            raise NotImplementedError(
-                f"only meshes of one dimension are supported: {name} is a DTensor of a mesh with "
-                f"{tensor.device_mesh.ndim} dimensions."
-            )
+        checked_mesh(name, tensor.device_mesh.ndim)
         placement = tensor.placements[0] if placement is None else placement
         if placement != tensor.placements[0] or gradient not in (None, dual(placement)):
             raise ValueError(f"{name} is a DTensor with the placement {tensor.placements[0]}: pass no other placement.")
-    return Space(_placement(name, placement), _placement(name, dual(placement) if gradient is None else gradient))
-
-
-def _placement(name: str, placement: Any) -> Placement:
-    if not isinstance(placement, (Shard, Replicate, Partial)):
-        raise TypeError(f"{name} needs a placement (Shard(dim), Replicate() or Partial()), got {placement!r}.")
-    if isinstance(placement, Partial) and placement.reduce_op != "sum":
-        raise NotImplementedError(f"{name} is {placement}: only partial tensors that are sums are supported.")
-    return placement
+    of_gradient = dual(placement) if gradient is None else gradient
+    return Space(checked_placement(name, placement), checked_placement(name, of_gradient), isinstance(tensor, DTensor))
 
 
 def _result_spaces(outputs: Any, gradients: Any) -> tuple[Space, ...] | None:
@@ -222,7 +220,10 @@ def _result_spaces(outputs: Any, gradients: Any) -> tuple[Space, ...] | None:
     found = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     own = _each("output_gradients", gradients, len(found))
     return tuple(
-        Space(_placement(f"result {k}", one), _placement(f"the gradient of result {k}", gradient or dual(one)))
+        Space(
+            checked_placement(f"result {k}", one),
+            checked_placement(f"the gradient of result {k}", gradient or dual(one)),
+        )
         for k, (one, gradient) in enumerate(zip(found, own, strict=True))
     )
 

@@ -21,17 +21,39 @@ def dual(placement: Any) -> Any:
     return Replicate() if isinstance(placement, Partial) else placement
 
 
+def checked_placement(name: str, placement: Any) -> Placement:
+    """The placement of a tensor of this name, if it is supported."""
+    if isinstance(placement, Partial) and (type(placement) is not Partial or placement.reduce_op != "sum"):
+        raise NotImplementedError(f"{name} is {placement!r}: only partial tensors that are sums are supported.")
+    if not isinstance(placement, (Shard, Replicate, Partial)):
+        raise TypeError(f"{name} needs a placement (Shard(dim), Replicate() or Partial()), got {placement!r}.")
+    return placement
+
+
+def checked_mesh(name: str, dimensions: int) -> None:
+    """Raises if the mesh of a DTensor of this name has several dimensions."""
+    if dimensions != 1:
+        raise NotImplementedError(
+            f"only meshes of one dimension are supported: {name} is a DTensor of a mesh with {dimensions} dimensions."
+        )
+
+
 @dataclass(frozen=True)
 class Space:
-    """The placements of a tensor and of its gradient."""
+    """The placements of a tensor and of its gradient; is_dtensor: whether torch places the gradients."""
 
     placement: Placement
     gradient: Placement
+    is_dtensor: bool = False
 
     @property
     def of_gradients(self) -> Space:
-        """The placements of the gradient; the gradient with respect to it is placed like the tensor."""
-        return Space(self.gradient, self.placement)
+        """The placements of the gradient; the gradient with respect to it is placed like the tensor.
+
+        An exception are DTensors: torch adds up the parts of a gradient with respect to a replicated one.
+        """
+        second = dual(self.gradient) if self.is_dtensor else self.placement
+        return Space(self.gradient, second, self.is_dtensor)
 
 
 def whole_of(parts: Sequence[Tensor], placement: Placement) -> Tensor:

@@ -14,7 +14,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fastgrad.core.ranks import RankError, RankFailure, Ranks, rank_failure
-from fastgrad.distributed.placements import Difference, Placement, Space, difference, dual, parts_of, whole_of
+from fastgrad.distributed.placements import (
+    Difference,
+    Placement,
+    Space,
+    checked_mesh,
+    checked_placement,
+    difference,
+    dual,
+    parts_of,
+    whole_of,
+)
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.report.failure import count
 
@@ -109,7 +119,7 @@ class Member:
         if order.record:
             self._graphs[order.graph] = _LocalGraph(list(self._inputs), list(outputs), answer.parts, order.inputs)
         placed: list[Any] = [tensor.placements[0] if isinstance(tensor, DTensor) else None for tensor in tensors]
-        spaces = tuple(None if placement is None else Space(placement, dual(placement)) for placement in placed)
+        spaces = tuple(None if placement is None else Space(placement, dual(placement), True) for placement in placed)
         return replace(answer, spaces=spaces, is_single=isinstance(results, Tensor))
 
     def _backward(self, order: Order, graph: _LocalGraph) -> Answer:
@@ -169,6 +179,7 @@ def _local(result: Tensor) -> Tensor:
     """The rank's part of a result; for a Partial() result, backward gets grad_outputs as for Replicate()."""
     if not isinstance(result, DTensor):
         return result
+    checked_mesh("a result", result.device_mesh.ndim)
     return result.to_local(grad_placements=[dual(placement) for placement in result.placements])
 
 
@@ -267,7 +278,7 @@ class Session:
         given = [none if v is None else cotangent_parts(v, space, like) for v, space, like in slots]
         number, of_rank = next(self._numbers), list(zip(*given, strict=True))
         orders = [Order(number, record, (), graph.number, own) for own in of_rank]
-        answers = self._run(orders)
+        answers = self._run(orders, of_gradients=graph.depth > 0)
         _pass_on(cotangents, [space.gradient for space in graph.outputs], given, [one.written for one in answers])
         of_ranks = [one.overwritten for one in answers]
         if graph.results:
@@ -290,6 +301,9 @@ class Session:
 
     def _placed(self, own: Sequence[Space | None]) -> list[Space]:
         """The placements of the results; own: those of results that are DTensors."""
+        for k, space in enumerate(own):
+            if space is not None:
+                checked_placement(f"result {k}", space.placement)
         named = [None] * len(own) if self._outputs is None else list(self._outputs)
         if len(named) != len(own) or any(one is None and other is None for one, other in zip(named, own, strict=True)):
             raise ValueError(
@@ -308,7 +322,8 @@ class Session:
         with suppress(RankError):  # the ranks may be unreachable
             self._ranks.end(report)
 
-    def _run(self, orders: list[Order]) -> list[Answer]:
+    def _run(self, orders: list[Order], of_gradients: bool = False) -> list[Answer]:
+        """The answers of all ranks to their requests; of_gradients: whether these run the backward of gradients."""
         if self.broken is not None:
             raise self.broken
         forget = tuple(self._forgotten)
@@ -323,7 +338,7 @@ class Session:
             raise
         failures = [answer for answer in answers if isinstance(answer, RankFailure)]
         if failures:
-            failed = RankError(_in_words(failures, self._ranks.count))
+            failed = RankError(_in_words(failures, self._ranks.count, of_gradients))
             if any(one.collective for one in failures) or len(failures) < len(answers):
                 self.broken = failed
             raise failed
@@ -395,8 +410,11 @@ def _by_result(answers: Sequence[Answer]) -> tuple[list[Parts], list[bool]]:
     return parts, [any(require) for require in zip(*(answer.differentiable for answer in answers), strict=True)]
 
 
-def _in_words(failures: Sequence[RankFailure], count: int) -> str:
-    """Describes errors of ranks, the cause first; a rank that timed out waited for another rank."""
+def _in_words(failures: Sequence[RankFailure], count: int, of_gradients: bool = False) -> str:
+    """Describes errors of ranks, the cause first; a rank that timed out waited for another rank.
+
+    of_gradients: whether they occurred in the backward of gradients.
+    """
     raised = [one for one in failures if not one.collective]
     waited = [one for one in failures if one.collective]
     parts = [f"rank {one.rank} raised {one.text}" for one in raised]
@@ -405,6 +423,10 @@ def _in_words(failures: Sequence[RankFailure], count: int) -> str:
     if waited and others:
         verb = "ranks" if len(others) > 1 else "rank"
         parts.append(f"{verb} {', '.join(map(str, others))} did not enter it")
+        if of_gradients:
+            parts[-1] += (
+                " (in second derivatives, autograd runs no collective on a rank whose gradients do not need it)"
+            )
     return "; ".join(parts)
 
 

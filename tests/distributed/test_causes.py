@@ -86,4 +86,5 @@ def test_the_rank_that_did_not_wait_is_the_cause() -> None:
     assert _in_words([raised], 2) == "rank 1 raised ValueError: planted"
     assert _in_words([waited, raised], 2) == "rank 1 raised ValueError: planted; rank 0 timed out in all_reduce"
     assert _in_words([waited], 2) == "rank 0 timed out in all_reduce; rank 1 did not enter it"
+    assert "rank 1 did not enter it (in second derivatives, autograd runs no" in _in_words([waited], 2, True)
     assert _in_words([waited], 4) == "rank 0 timed out in all_reduce; ranks 1, 2, 3 did not enter it"

@@ -117,6 +117,22 @@ def test_dtensors_that_cannot_be(dims: int, keywords: dict[str, Any], error: typ
         fastgrad.distributed.check(torch.sin, (sharded(dims),), **keywords)
 
 
+@pytest.mark.parametrize(
+    ("func", "error", "text"),
+    [
+        (lambda x: x.mean(0), NotImplementedError, r"result 0 is Partial\(avg\): only partial tensors that are sums"),
+        (
+            lambda x: x.redistribute(placements=[Shard(1)]).reshape(-1),
+            TypeError,
+            r"result 0 needs a placement \(Shard\(dim\), Replicate\(\) or Partial\(\)\), got _StridedShard",
+        ),
+    ],
+)
+def test_results_whose_placements_are_not_supported(func: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        fastgrad.distributed.check(func, (sharded(),))
+
+
 class Doubled(torch.autograd.Function):
     """2 x; its backward is wrong for grad_outputs with gaps or stride 0, or writes to its grad_output or result."""
 

@@ -361,6 +361,16 @@ def dtensor_matmul(factor: float, rank: int, count: int) -> Call:
     return multiply, (x, w), {}
 
 
+def dtensor_square(placement: Any, rank: int, count: int) -> Call:
+    """Second derivatives of a function of DTensors whose result is partial; placement: of the first input."""
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (count,))
+    x = DTensor.from_local(numbers(1, 2, 2), mesh, [placement]).requires_grad_()
+    w = DTensor.from_local(own(numbers(2, 2, count), 1), mesh, [Shard(1)]).requires_grad_()
+    return lambda x, w: ((x @ w) ** 2).sum(), (x, w), {"order": 2}
+
+
 def wrong_declaration(make: Callable[..., Call], changes: dict[str, Any], rank: int, count: int) -> Call:
     """A right function with wrong placements."""
     func, inputs, keywords = make(rank, count)
@@ -483,6 +493,10 @@ def rows() -> list[Row]:
         ),
         Row("DTensor matmul", partial(dtensor_matmul, 1.0)),
         Row("DTensor matmul: half", partial(dtensor_matmul, 0.5), True),
+        *(
+            Row(f"DTensor square, {kind} input", partial(dtensor_square, placement))
+            for kind, placement in (("replicated", Replicate()), ("partial", Partial()))
+        ),
         *(
             Row(f"declared: {name}", partial(wrong_declaration, *rest), True, causes)
             for name, causes, *rest in declared
