@@ -69,6 +69,8 @@ def settings_of(keywords: Mapping[str, Any], made: GradOutputs | None = None) ->
 def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
     keywords = dict(zip(_NAMES[made is None], given, strict=True))
     table = _FIRST_ORDER if made is None else _SECOND_ORDER
+    for name in _FLAGS.intersection(table):
+        keywords[table[name]] = as_bool(table[name], keywords[table[name]])
     forward, reverse = table["check_forward_ad"], table["check_backward_ad"]
     if not (keywords[forward] or keywords[reverse]):
         raise AssertionError(f"Expected at least one of {forward} or {reverse} to be True")
@@ -98,8 +100,6 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
     values["eps"] = as_float("eps", keywords["eps"], zero=False)
     for name in ("atol", "rtol", "nondet_tol"):
         values[name] = as_float(name, keywords[name])
-    for name in _FLAGS.intersection(values):
-        values[name] = as_bool(table[name], values[name])
     values["seed"] = 0 if seed is None else seed
     values["confidence"] = Settings.confidence if confidence is None else float(confidence)
     return Settings(**values, grad_outputs=made, order=1 if made is None else 2)

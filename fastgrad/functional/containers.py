@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastgrad.core.tensors import element_index
 from fastgrad.functional.compressed import Entries
+from fastgrad.problem.validation import is_differentiable
 
 Tensors = tuple[Tensor, ...]
 Sparse = bool | Literal["auto"]
@@ -35,6 +36,12 @@ def as_tensors(value: Any, what: str, name: str) -> tuple[bool, Tensors]:
             )
     if is_tuple and not value and what == "inputs":
         raise ValueError(f"The inputs given to {name} must hold at least one Tensor, got an empty tuple.")
+    for i, each in enumerate(value if is_tuple else (value,)):
+        if what == "inputs" and not is_differentiable(each):
+            where = f"the value at index {i}" if is_tuple else "the given input"
+            raise RuntimeError(
+                f"The inputs given to {name} must be floating point or complex, but {where} has dtype {each.dtype}."
+            )
     return is_tuple, value if is_tuple else (value,)
 
 

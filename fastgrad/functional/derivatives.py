@@ -36,6 +36,7 @@ from fastgrad.functional.containers import (
 from fastgrad.functional.linear_map import LinearMap, backward_map, backward_of_backward_map, tangents_along
 from fastgrad.functional.numerical import numerical_hessian, numerical_jacobian
 from fastgrad.functional.products import check_product_options
+from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.validation import as_bool, is_differentiable
 
@@ -140,6 +141,7 @@ def jacobian(
     >>> fastgrad.functional.jacobian(torch.square, x).tolist()
     [[2.0, 0.0], [0.0, 4.0]]
     """
+    check_callable(func)
     is_tuple, given = as_tensors(inputs, "inputs", "jacobian")
     options = _options(create_graph, strict, vectorize, sparse)
     forward = _check_options("jacobian", options, strategy, numerical, return_error)
@@ -199,6 +201,7 @@ def hessian(
     >>> fastgrad.functional.hessian(lambda x: (x**2).sum(), x).tolist()
     [[2.0, 0.0], [0.0, 2.0]]
     """
+    check_callable(func)
     is_tuple, given = as_tensors(inputs, "inputs", "hessian")
     options = _options(create_graph, strict, vectorize, sparse)
     forward = _check_options("hessian", options, outer_jacobian_strategy, numerical, return_error)

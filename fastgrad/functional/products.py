@@ -9,7 +9,9 @@ import torch
 
 from fastgrad.functional.containers import as_tensors, vector
 from fastgrad.functional.numerical import numerical_hessian_product, numerical_jvp, numerical_vjp
+from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.caller_state import restores_caller_state
+from fastgrad.problem.validation import as_bool
 
 Func = Callable[..., Any]
 
@@ -191,6 +193,8 @@ def _product(
     return_error: bool,
 ) -> tuple[Any, ...]:
     """Calls torch's function, because sparsity does not save calls here, or its numerical counterpart."""
+    check_callable(func)
+    create_graph, strict = as_bool("create_graph", create_graph), as_bool("strict", strict)
     check_product_options(create_graph, strict, numerical, return_error)
     is_tuple, given = as_tensors(inputs, "inputs", name)
     if not numerical:

@@ -881,6 +881,14 @@ def test_check_and_the_others_do_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         ),
         (torch.sin, leaf(2), {"eps": ["1"]}, TypeError, "eps of inputs[0] must be a number, got '1'."),
         (torch.sin, leaf(2), {"eps": "1"}, TypeError, "eps must be a number, got '1'."),
+        (
+            torch.sin,
+            leaf(2),
+            {"check_batched_grad": torch.ones(2)},
+            TypeError,
+            "check_batched_grad must be True or False, got tensor(",
+        ),
+        (torch.sin, leaf(2), {"eps": 10**400}, ValueError, "eps must be positive and finite, got 1000"),
         (torch.sin, leaf(2), {"seed": 0.5}, ValueError, "seed must be None or an integer of 64 bits, got 0.5."),
         (lambda x: {"n": 1}, leaf(2), {}, TypeError, "func must return a tensor, or a container of tensors, got dict."),
         (
