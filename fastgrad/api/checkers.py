@@ -138,8 +138,8 @@ def gradcheck(
     engine
         "auto" chooses the engine. "dense" computes every row and column. "compressed" computes groups of
         rows and columns on the sparsity pattern of the Jacobian, even if "auto" would consider it too
-        expensive, and falls back to "dense" if there is no pattern. "sketch" (with fast_mode) uses random
-        combinations for small problems too.
+        expensive, and falls back to "dense" if there is no pattern; what the pattern does not explain is
+        "undecided". "sketch" (with fast_mode) uses random combinations for small problems too.
     seed
         Seed of the random cotangents and evaluation points; 0 by default. Torch's generators are not used.
     confidence

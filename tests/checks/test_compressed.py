@@ -420,6 +420,17 @@ def test_what_no_step_resolves_to_the_tolerance_is_left_open() -> None:
     assert report.evaluations <= 880
 
 
+def test_only_other_engines_decide_what_a_pattern_does_not_explain() -> None:
+    x = torch.linspace(0.1, 2, 60, dtype=torch.float64)
+    x[3], x[0], x[1] = x[9] + 4.7e-11, 1 + 4.7e-11, 1
+    x.requires_grad_()
+    verdicts = {
+        name: fastgrad.check(lambda x: x.sort()[0] * x, x, engine=name).verdict
+        for name in ("auto", "dense", "compressed")
+    }
+    assert verdicts == {"auto": "passed", "dense": "passed", "compressed": "undecided"}
+
+
 @pytest.mark.parametrize("missing", [0.0, 1.2e-5])
 def test_many_directions_make_up_for_rounding_of_entries_in_large_outputs(missing: float) -> None:
     """Each analytical entry is wrong by 70 % of its tolerance, so numerical entries must explain the outputs."""
