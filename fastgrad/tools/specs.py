@@ -261,7 +261,9 @@ def _loaded(path: str, device: torch.device | str) -> tuple[Any, ...]:
     try:
         loaded = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        raise SpecError(f"{path} does not contain tensors saved by torch.save: {str(error).splitlines()[0]}") from error
+        raise SpecError(
+            f"{path} does not contain tensors saved by torch.save: {text_of(error).splitlines()[0]}"
+        ) from error
     values = tuple(loaded) if isinstance(loaded, list | tuple) else (loaded,)
     for value in values:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):

@@ -528,3 +528,10 @@ def test_json_has_no_colors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert cli.main(["check", "torch:sin", "-i", "float64[3]", "--json"]) == 0
     json.loads(capsys.readouterr().out)
+
+
+def test_an_empty_file_of_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "inputs.pt"
+    path.touch()
+    assert cli.main(["check", "torch:sin", "-i", f"@{path}"]) == 2
+    assert f"{path} does not contain tensors saved by torch.save: EOFError" in capsys.readouterr().err
