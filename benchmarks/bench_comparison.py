@@ -322,10 +322,10 @@ def verdicts(checkers: Sequence[Checker], options: argparse.Namespace) -> list[d
 
 HEAD = f"""# Comparison with other tools
 
-This page compares the cost of a check and the errors that it finds with those of other gradient checkers.
-`make comparison` makes the measurements and writes this page, the figures and `benchmarks/results/{NAME}.json`. There
-are two kinds of tools: some compare every entry of the Jacobian, others compare one or a few numbers for all entries.
-The best result of a column among tools of the same kind is bold.
+This page compares fastgrad with other gradient checkers: the cost of a check, and the errors that it finds. There are
+two kinds of tools: some compare every entry of the Jacobian, others compare one or a few numbers for all entries. In
+each column, the best result among tools of the same kind is bold. `make comparison` repeats the measurements and
+writes this page, the figures and `benchmarks/results/{NAME}.json`.
 
 Each tool is used in its usual way on a function of one float64 vector, with its own step sizes. All tools use the
 tolerance |analytical - numerical| <= {ATOL:g} + {RTOL:g} |numerical|:
@@ -336,19 +336,19 @@ tolerance |analytical - numerical| <= {ATOL:g} + {RTOL:g} |numerical|:
 SPEED = """
 ## Time
 
-The time of one check of a right gradient: the median of rounds in which the tool and fastgrad take turns, or one run
-if it takes more than {quick:g} s. Imports and jax's compilation at the first call of a size are not included.
+The time of one check of a right gradient: the median of rounds in which the tool and fastgrad take turns. A check of
+more than {quick:g} s is run once. Imports and jax's compilation at the first call of a size are not included.
 
 * "> cap": more than {cap:g} s. A tool is not run if the growth over the last sizes (at least linear) predicts this.
 * "> memory": more than {memory:g} GiB of address space.
 * "fails": the check fails or raises although the gradient is right.
-* "-": all entries of the Jacobian are nonzero, so there is no sparsity pattern to pass.
+* "-": there is no sparsity pattern to pass, because all entries of the Jacobian are nonzero.
 
 ![seconds of a check against the number of inputs](../benchmarks/results/{name}-speed.png)
 """
 RATIOS = """
-The next table shows how often each tool is the fastest of its kind in a column above, and the ratio of its time to
-that of fastgrad in the same rounds. jax compiles functions; its first call of a size took {first}.
+The next table shows in how many of the columns above a tool is the fastest of its kind, and ratios of its time to that
+of the fastgrad checker under "compared with" ("faster": ratios below 1). jax's first call of a size took {first}.
 
 | tool | fastest | compared with | faster | geometric mean of the ratio | smallest | largest |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -356,7 +356,7 @@ that of fastgrad in the same rounds. jax compiles functions; its first call of a
 CALLS = """
 ## Calls of func and backward
 
-Evaluations of func + backward passes of one check that passes. A call with a batch of perturbations or cotangents
+Evaluations of func + backward passes of one check that passes. A call with a batch of perturbations or grad_outputs
 counts as one call, so the numbers for "by hand" are small. Checks that take more than {quick:g} s are not counted.
 
 ![calls against the number of inputs](../benchmarks/results/{name}-calls.png)
@@ -364,24 +364,23 @@ counts as one call, so the numbers for "by hand" are small. Checks that take mor
 MEMORY = """
 ## Memory
 
-Peak resident memory of the process in MiB, minus the memory before the check. For checks that take less than
-{quick:g} s, it is measured at the second call.
+Peak resident memory of the process in MiB, minus the memory before the check. Checks of less than {quick:g} s are
+measured at the second call.
 
 ![memory of a check against the number of inputs](../benchmarks/results/{name}-memory.png)
 """
 ERRORS = """
 ## Wrong gradients that are found
 
-{count} wrong gradients of functions with {n} inputs (2 sin(x), unless the name of the error says otherwise). The number
-of inputs is small because numdifftools is slow; with more inputs, tools that compare one number miss larger errors
-of one entry. In jax, the errors are implemented by `custom_vjp`. jax arrays have no strides, so one of the errors
-cannot occur there ("-"). For "by hand", the differences are computed from the forward alone, because
+{count} wrong gradients of functions with {n} inputs (2 sin(x), unless the name of the error says otherwise). The
+number of inputs is small because numdifftools is slow. With more inputs, tools that compare one number miss larger
+errors of one entry. In jax, the errors are implemented by `custom_vjp`; one of them cannot occur there ("-"), because
+jax arrays have no strides. For "by hand", the differences are computed from the forward alone, because
 `torch.func.vmap` has no rule for the custom Function. Tools that support only real numbers get real and imaginary
 parts as coordinates.
 
 * **entry**: the check fails, and the message names a wrong entry.
-* **kind**: no entry is wrong; the check fails, and the message names the error (not linear in grad_output, not
-  deterministic).
+* **kind**: no entry is wrong, but the message names the error (not linear in grad_output, not deterministic).
 * found: the check fails, but the message names no wrong entry. torch prints both Jacobians, abridged.
 * missed: the check passes.
 
@@ -391,8 +390,8 @@ parts as coordinates.
 ALARMS = """
 ## Right gradients that are rejected
 
-Right gradients, most of them at points where differences are inaccurate. A tool that detects few errors also raises
-few false alarms.
+Right gradients, which a tool should pass. At most of the points, differences are inaccurate. A tool that detects few
+errors also raises few false alarms.
 
 """
 

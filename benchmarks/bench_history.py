@@ -47,13 +47,14 @@ HEAD = """
 
 {count} wrong gradients that libraries released, each reimplemented from the public issue that describes it
 (`tests/planted/history/`), at default tolerances. Each cell has two verdicts: at inputs for which the issue occurs, and
-at an ordinary random point. Many of the gradients are right at the random point, so no checker can find them there.
-Some gradients are wrong only for a non-contiguous grad_output; only a checker that passes one can find them. One
-gradient is wrong only if it is recorded (`create_graph=True`); only a checker that compares it with the unrecorded
-gradient can find it. jax's checker gets the same functions, with their backward as a custom derivative rule
-(`benchmarks/jax_checker.py`), and compares random combinations. The last row counts the errors that are found at the
-inputs of the issue, and the right versions of the same functions that pass there. `python -m benchmarks.bench_history`
-makes this table, without jax if it is not installed; torch {torch}, fastgrad {fastgrad}.
+at an ordinary random point. The last row counts the errors that are found at the inputs of the issue, and the right
+versions of the same functions that pass there. `python -m benchmarks.bench_history` makes this table, without jax if it
+is not installed; torch {torch}, fastgrad {fastgrad}. Not every checker can find every error:
+
+* Many of the gradients are right at the random point.
+* Some are wrong only for a non-contiguous grad_output, so the checker must pass one.
+* One is wrong only if it is recorded (`create_graph=True`), so the checker must compare it with the unrecorded gradient.
+* jax's checker, which gets backward as a custom rule (`benchmarks/jax_checker.py`), compares random combinations.
 
 """
 

@@ -182,18 +182,16 @@ def table(result: dict[str, Any]) -> str:
     """The section of the page."""
     spilled = sum(row["spilled"] for row in result["rows"])
     head = (
-        f"Kernels for `float64`, as {result['compiler']} compiles them for sm_90 "
-        "(`python -m benchmarks.cuda_registers`). "
-        f"The {len(result['rows'])} kernels, including those for lower dtypes, spill {spilled} bytes of registers in "
-        "all. The instructions of the inner loop are counted per element, on all its paths. The instructions in "
-        "float64 are also counted separately. Bytes are the memory traffic per element. The last two columns are "
-        "bandwidths relative to that of a copy: predicted from the number of instructions, without latencies, and "
-        "measured on an H200 "
-        "(`benchmarks/results/nvidia-h200.json`)."
+        f"The kernels for `float64`, as {result['compiler']} compiles them for sm_90 "
+        f"(`python -m benchmarks.cuda_registers`). Together with those for lower dtypes, the {len(result['rows'])} "
+        f"kernels spill {spilled} bytes of registers. Instructions are those of the inner loop per element, on all its "
+        "paths; those in float64 are also counted separately. Bytes are the memory traffic per element. The last two "
+        "columns are bandwidths relative to that of a copy: predicted from the number of instructions, without "
+        "latencies, and measured on an H200 (`benchmarks/results/nvidia-h200.json`)."
     )
     measured = {row["kernel"]: row["of_copy"] for row in json.loads(ON_A_DEVICE.read_text())["rows"] if "kernel" in row}
     lines = [
-        *textwrap.wrap(head, 120),
+        *textwrap.wrap(head, 128),
         "",
         "| kernel | registers | shared bytes | occupancy | instructions | of float64 | bytes | predicted | measured |",
         "| --- " * 9 + "|",
