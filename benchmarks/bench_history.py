@@ -53,7 +53,7 @@ is not installed; torch {torch}, fastgrad {fastgrad}. Not every checker can find
 
 * Many of the gradients are right at the random point.
 * Some are wrong only for a non-contiguous grad_output, so the checker must pass one.
-* One is wrong only if it is recorded (`create_graph=True`), so the checker must compare it with the unrecorded gradient.
+* One is wrong only if it is recorded (`create_graph=True`), so the checker must compare recorded and unrecorded ones.
 * jax's checker, which gets backward as a custom rule (`benchmarks/jax_checker.py`), compares random combinations.
 
 """
