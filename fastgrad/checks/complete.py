@@ -363,10 +363,18 @@ def _all_entries(
 
 def _raise_at_first_row(problem: Problem, settings: Settings, findings: Findings) -> None:
     """Raises what backward raises for the first row, if a call has raised. The checks would end with it, but later."""
-    output = next((block for block in problem.outputs if block.size), None)
-    raised = problem.vjp_raised or findings.early is not None
-    if raised and output is not None and problem.has_graph and settings.check_backward_ad:
+    output, raised = next((block for block in problem.outputs if block.size), None), findings.early or problem.vjp_error
+    if raised is None or output is None or not problem.has_graph or not settings.check_backward_ad:
+        return
+    try:
         problem.row(output.first, output)
+    except Exception as error:
+        raise_unless_of_func(error)
+        # A backward that has changed its inputs may now raise with another text.
+        found = raised if type(error) is type(raised) else error
+    else:
+        return
+    raise found  # not in the handler, which would change the exception's context
 
 
 def _out_of_memory_message(problem: Problem, plan: Plan, settings: Settings, error: BaseException) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native
-from fastgrad.core.memory import repeats_if_memory_lacks
+from fastgrad.core.memory import OUT_OF_MEMORY, repeats_if_memory_lacks
 from fastgrad.core.phases import phase
 from fastgrad.core.random import GRAPH_STREAM, uniform_like
 from fastgrad.problem.coordinates import Block
@@ -23,12 +23,12 @@ class ReverseMode(Evaluation):
     ----------
     modified_cotangent, modified_output
         The index of an output whose grad_output, or whose value, backward has modified; -1: none.
-    vjp_raised
-        Whether one of the VJPs by `vjps_of` has raised.
+    vjp_error
+        The last exception that a VJP by `vjps_of` has raised.
     """
 
     modified_cotangent = modified_output = -1
-    vjp_raised = False
+    vjp_error: Exception | None = None
 
     @phase("analytical rows")
     @repeats_if_memory_lacks
@@ -159,8 +159,9 @@ class ReverseMode(Evaluation):
         graph = self.vjp_graph()
         try:
             products, match = native.vjp_coordinates(graph, self._natives, cotangents, layouts, only)
-        except Exception:
-            self.vjp_raised = True
+        except Exception as error:
+            if not isinstance(error, OUT_OF_MEMORY):
+                self.vjp_error = error
             raise
         self._note_vjps(graph, len(only), match)
         return products, match
