@@ -93,6 +93,50 @@ def operator_cases(
         yield Case(name, _recomposed(op, leaves, sample, positions), inputs, op.gradcheck_nondet_tol)
 
 
+def modules(dtype: torch.dtype) -> list[Any]:
+    """The ModuleInfo entries of the installed torch that are not lazy and support a dtype."""
+    from torch.testing._internal.common_modules import module_db
+
+    return [info for info in module_db if not info.is_lazy and dtype in info.dtypes]
+
+
+def module_cases(info: Any, dtype: torch.dtype, limit: int) -> Iterator[Case]:
+    """Up to `limit` samples of a module of torch in training mode, with strided inputs.
+
+    The function takes the tensors that require grad, and the parameters. It seeds the generators in each call.
+    """
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        samples = info.module_inputs_func(info, "cpu", dtype, requires_grad=True, training=True)
+        samples = [sample for sample in samples if sample.forward_input is not None]
+        for number, sample in enumerate(samples[:limit]):
+            made, given = sample.constructor_input, (sample.forward_input.args, sample.forward_input.kwargs)
+            module = info.module_cls(*made.args, **made.kwargs).to(dtype).train()
+            leaves, spec = pytree.tree_flatten(given)
+            positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            inputs = (*(leaves[i] for i in positions), *module.parameters())
+            if inputs and all(value.layout is torch.strided for value in inputs):
+                func = partial(_called, module, leaves, spec, positions)
+                yield Case(f"{info.name}[{number}]", func, inputs, info.gradcheck_nondet_tol)
+
+
+def _called(
+    module: torch.nn.Module, leaves: list[Any], spec: Any, positions: list[int], *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """The differentiable outputs of a module with some of its arguments, and its parameters, replaced."""
+    values = leaves.copy()
+    for position, value in zip(positions, inputs, strict=False):
+        values[position] = value
+    arguments, keywords = pytree.tree_unflatten(values, spec)
+    names = [name for name, _ in module.named_parameters()]
+    parameters = dict(zip(names, inputs[len(positions) :], strict=True))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found = torch.func.functional_call(module, parameters, arguments, keywords)
+    return differentiable_outputs(pytree.tree_leaves(found))
+
+
 def _on_device(leaf: Any, device: str) -> Any:
     if isinstance(leaf, torch.device):
         return torch.device(device)

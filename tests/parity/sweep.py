@@ -1,4 +1,4 @@
-"""Verdicts of fastgrad against torch slow mode over torch's operator samples: `make parity`.
+"""Verdicts of fastgrad against torch slow mode over torch's operator and module samples: `make parity`.
 
 Prints samples and disagreements per check and dtype; a disagreement that is not a row of
 docs/differences.md fails the run.
@@ -23,7 +23,7 @@ import torch
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
-from benchmarks.cases import MAX_ENTRIES, Case, entries, operator_cases, operators
+from benchmarks.cases import MAX_ENTRIES, Case, entries, module_cases, modules, operator_cases, operators
 from fastgrad.problem.second_order import differentiable_outputs, random_grad_outputs
 
 GRAD = (torch.autograd.gradcheck, fastgrad.gradcheck)
@@ -35,7 +35,10 @@ FORWARD_OVER_REVERSE = {"check_fwd_over_rev": True, "check_rev_over_rev": False,
 
 @dataclass(frozen=True)
 class Check:
-    """torch's and fastgrad's checker, their keywords, and the OpInfo flag of operators that support the check."""
+    """torch's and fastgrad's checker, their keywords, and the flag of operators and modules that support the check.
+
+    Modules have no flags for forward mode, in which they are not checked.
+    """
 
     checkers: tuple[Any, Any]
     keywords: dict[str, bool]
@@ -98,16 +101,25 @@ def _grad_outputs(case: Case) -> Any:
         return None
 
 
-def compare_operator(task: tuple[str, str, int, int, str]) -> list[dict[str, Any]]:
-    """Both verdicts for the samples of one operator; fastgrad's by the engine of that name."""
-    check, dtype, number, limit, engine = task
+def subjects(source: str, check: str, dtype: str) -> list[Any]:
+    """The operators or the modules of torch that support a check."""
+    flag = CHECKS[check].supports
+    if source == "operators":
+        return operators(DTYPES[dtype], flag)
+    is_forward = "check_forward_ad" in CHECKS[check].keywords or "check_fwd_over_rev" in CHECKS[check].keywords
+    return [] if is_forward else [info for info in modules(DTYPES[dtype]) if getattr(info, flag, True)]
+
+
+def compare(task: tuple[str, str, str, int, int, str]) -> list[dict[str, Any]]:
+    """Both verdicts for the samples of one operator or module; fastgrad's by the engine of that name."""
+    source, check, dtype, number, limit, engine = task
     own_keywords = {"engine": engine, "fast_mode": engine == "sketch"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    op = operators(DTYPES[dtype], CHECKS[check].supports)[number]
+    op = subjects(source, check, dtype)[number]
     rows = []
     try:
-        cases = list(operator_cases(op, DTYPES[dtype], limit))
+        cases = list((operator_cases if source == "operators" else module_cases)(op, DTYPES[dtype], limit))
     except Exception as error:
         return [{"check": check, "dtype": dtype, "name": op.name, "torch": "no samples", "why": repr(error)[:200]}]
     for case in cases:
@@ -131,7 +143,8 @@ def compare_operator(task: tuple[str, str, int, int, str]) -> list[dict[str, Any
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--limit", type=int, default=3, help="samples an operator")
+    parser.add_argument("--limit", type=int, default=3, help="samples per operator or module")
+    parser.add_argument("--sources", nargs="+", default=["operators", "modules"], choices=["operators", "modules"])
     parser.add_argument("--checks", nargs="+", default=list(CHECKS), choices=list(CHECKS))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument(
@@ -141,22 +154,23 @@ def main() -> int:
         help="fastgrad's; sketch is fast mode",
     )
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--match", default="", help="only operators whose name contains this")
+    parser.add_argument("--match", default="", help="only operators and modules whose name contains this")
     parser.add_argument("--json", type=Path, help="write every verdict here")
     options = parser.parse_args()
     tasks = [
-        (check, dtype, number, options.limit, options.engine)
+        (source, check, dtype, number, options.limit, options.engine)
+        for source in options.sources
         for check in options.checks
         for dtype in options.dtypes
-        for number, op in enumerate(operators(DTYPES[dtype], CHECKS[check].supports))
+        for number, op in enumerate(subjects(source, check, dtype))
         if options.match in op.name
     ]
     rows: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        for done, found in enumerate(pool.map(compare_operator, tasks), 1):
+        for done, found in enumerate(pool.map(compare, tasks), 1):
             if done % 100 == 0:
-                print(f"{done} of {len(tasks)} operators", flush=True)
+                print(f"{done} of {len(tasks)} operators and modules", flush=True)
             rows += found
             for row in found:
                 if row.get("torch") != row.get("fastgrad") or row.get("torch") == "too large":
