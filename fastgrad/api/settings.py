@@ -16,7 +16,7 @@ from fastgrad.core.precision import LOWER
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.signature import function_name
 from fastgrad.problem.validation import as_bool, as_float, check_seed, is_integer
-from fastgrad.report.failure import count
+from fastgrad.report.number_text import count
 from fastgrad.report.settings import UNNAMED, GradOutputs, Settings, Tolerances
 
 _DEFAULTS = (Tolerances.eps, Tolerances.atol, Tolerances.rtol)

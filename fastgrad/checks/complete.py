@@ -39,7 +39,7 @@ from fastgrad.problem.second_order import Backward
 from fastgrad.problem.validation import disabled_gradients
 from fastgrad.report.data import Plan
 from fastgrad.report.failure import Failure
-from fastgrad.report.failure import count as counted
+from fastgrad.report.number_text import count as counted
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings

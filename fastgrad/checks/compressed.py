@@ -37,7 +37,8 @@ from fastgrad.engines.plan import (
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
-from fastgrad.report.failure import Failure, count
+from fastgrad.report.failure import Failure
+from fastgrad.report.number_text import count
 from fastgrad.report.settings import Settings
 from fastgrad.structure.detection import ProblemPatterns
 from fastgrad.structure.sparsity import ALWAYS_FEW

@@ -33,6 +33,11 @@ def relative_step(dtype: torch.dtype) -> float:
     return RELATIVE_STEP.get(dtype.to_real(), RELATIVE_STEP[torch.float64])
 
 
+def modulus(value: complex) -> float:
+    """|value|; abs() raises for some complex infinities and NaNs."""
+    return math.hypot(value.real, value.imag)
+
+
 def excess(difference: float, allowed: float) -> float:
     """The ratio of a difference to its tolerance; infinite if the ratio is not finite."""
     times = abs(difference) / allowed if allowed else math.inf

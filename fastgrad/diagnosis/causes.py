@@ -6,13 +6,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from fastgrad.core.precision import LOWER
+from fastgrad.core.precision import LOWER, modulus
 from fastgrad.diagnosis.value_causes import EXACT, RESIDUAL, of_sample, of_sums
 from fastgrad.diagnosis.wording import wording
 from fastgrad.problem.validation import DISABLED
 from fastgrad.report.evidence import Cause, CauseName, Evidence
-from fastgrad.report.failure import Entry, Failure, digits_apart, modulus
+from fastgrad.report.failure import Entry, Failure
 from fastgrad.report.messages import varying
+from fastgrad.report.number_text import digits_apart
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 

@@ -8,12 +8,12 @@ import time
 import torch
 from torch import Tensor
 
-from fastgrad.core.precision import spacing
+from fastgrad.core.precision import modulus, spacing
 from fastgrad.core.random import EVIDENCE_STREAM, direction
 from fastgrad.core.tensors import element_number
 from fastgrad.diagnosis.experiments import Experiments
 from fastgrad.problem.coordinates import Block
-from fastgrad.report.failure import Entry, modulus
+from fastgrad.report.failure import Entry
 from fastgrad.verdict.adjoint_taylor import adjoint
 
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)

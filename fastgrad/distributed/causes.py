@@ -17,7 +17,8 @@ from fastgrad.core.ranks import RankError
 from fastgrad.distributed.placements import Space, held_by, parts_of, whole_of
 from fastgrad.distributed.session import Session, cotangent_parts
 from fastgrad.report.evidence import Cause, RankCauseName
-from fastgrad.report.failure import Failure, digits_apart
+from fastgrad.report.failure import Failure
+from fastgrad.report.number_text import digits_apart
 from fastgrad.report.report import Report
 
 PER_RANK = 8

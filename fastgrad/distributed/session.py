@@ -26,7 +26,7 @@ from fastgrad.distributed.placements import (
     whole_of,
 )
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.report.failure import count
+from fastgrad.report.number_text import count
 
 Parts = list[Tensor | None]
 """The parts of a tensor, one per rank; None for a rank without a gradient."""

@@ -17,8 +17,9 @@ from fastgrad.lowprecision.reference import Products
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import Cause
-from fastgrad.report.failure import Failure, FailureKind, count, digits_apart
+from fastgrad.report.failure import Failure, FailureKind
 from fastgrad.report.low_precision import LowPrecision, RoundedEntry
+from fastgrad.report.number_text import count, digits_apart
 
 MIN_EFFECTIVE = 12.0
 """Least number of entries for a common relative error; if there are fewer, the entries themselves are compared."""

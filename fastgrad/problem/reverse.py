@@ -10,10 +10,10 @@ from torch import Tensor
 from fastgrad.core import native
 from fastgrad.core.memory import OUT_OF_MEMORY, repeats_if_memory_lacks
 from fastgrad.core.phases import phase
+from fastgrad.core.precision import modulus
 from fastgrad.core.random import GRAPH_STREAM, uniform_like
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.evaluation import Evaluation
-from fastgrad.report.failure import modulus
 
 
 class ReverseMode(Evaluation):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from fastgrad.core.precision import modulus
 from fastgrad.report.json_form import EqualByContent
 
 Part = Literal["all", "real", "imaginary"]
@@ -50,22 +50,6 @@ NumericalIssue = Literal["kink", "discontinuity", "low precision", "not converge
 
 FUNC_VARIES = "func is not deterministic: evaluated again at the same points, it gives other values"
 """The detail of a mismatch that the variation of func may explain."""
-
-
-def modulus(value: complex) -> float:
-    """|value|; abs() raises for some complex infinities and NaNs."""
-    return math.hypot(value.real, value.imag)
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun, in the singular or the plural."""
-    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
-    return f"{number:,} {noun if number == 1 else plural}"
-
-
-def digits_apart(first: complex, second: complex, least: int = 6) -> int:
-    """The number of significant digits with which two numbers have different texts; `least` if they are equal."""
-    return next((digits for digits in range(least, 18) if f"{first:.{digits}g}" != f"{second:.{digits}g}"), least)
 
 
 @dataclass(frozen=True)

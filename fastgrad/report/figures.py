@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from fastgrad.core.tensors import element_index, element_number
 from fastgrad.report import element_map, messages
 from fastgrad.report.data import ReportData
-from fastgrad.report.failure import Entry, Failure, count
+from fastgrad.report.failure import Entry, Failure
+from fastgrad.report.number_text import count
 from fastgrad.report.settings import Tolerances
 
 if TYPE_CHECKING:

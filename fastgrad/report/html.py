@@ -11,8 +11,8 @@ from pathlib import Path
 from fastgrad.core.tensors import element_index
 from fastgrad.report import element_map, messages
 from fastgrad.report.data import Pair, ReportData
-from fastgrad.report.failure import digits_apart
 from fastgrad.report.figures import NO_FIGURES, Entries, entries_of, panels_of, svg_of
+from fastgrad.report.number_text import digits_apart, seconds_text
 from fastgrad.report.rounding_text import excess_texts
 
 _GAUGE_DECADES = 8
@@ -245,7 +245,7 @@ def _pair_row(report: ReportData, pair: Pair) -> tuple[str, ...]:
 
 
 def _cost_section(report: ReportData) -> str:
-    rows = [("time", messages.seconds_text(report.seconds)), ("evaluations of func", f"{report.evaluations:,}")]
+    rows = [("time", seconds_text(report.seconds)), ("evaluations of func", f"{report.evaluations:,}")]
     rows.append(("VJPs", f"{report.vjps:,}"))
     if report.jvps:
         rows.append(("JVPs", f"{report.jvps:,}"))
@@ -263,7 +263,7 @@ def _cost_section(report: ReportData) -> str:
     rest = report.seconds - sum(report.phases.values())
     if phases and rest > 0:
         phases.append(("everything else", rest))
-    times = [(name, messages.seconds_text(seconds)) for name, seconds in phases]
+    times = [(name, seconds_text(seconds)) for name, seconds in phases]
     parts = [table((), rows)] + ([table(("phase", "time"), times, (1,))] if times else [])
     return section("Cost", f'<div class="columns">{"".join(f"<div>{part}</div>" for part in parts)}</div>')
 

@@ -7,7 +7,7 @@ from html import escape
 from urllib.parse import quote
 
 from fastgrad.report import html
-from fastgrad.report.failure import count
+from fastgrad.report.number_text import count
 
 
 def page(summary: Sequence[str], entries: Sequence[list[str]]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastgrad.report.failure import modulus
+from fastgrad.core.precision import modulus
 from fastgrad.report.json_form import EqualByContent
 
 

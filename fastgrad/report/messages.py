@@ -6,20 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fastgrad.core.precision import modulus
 from fastgrad.report import rounding_text
 from fastgrad.report.data import Certificate, Pair, ReportData
-from fastgrad.report.failure import (
-    Comparison,
-    Entry,
-    Extent,
-    Failure,
-    FailureKind,
-    Span,
-    Subject,
-    count,
-    digits_apart,
-    modulus,
-)
+from fastgrad.report.failure import Comparison, Entry, Extent, Failure, FailureKind, Span, Subject
+from fastgrad.report.number_text import count, digits_apart, seconds_text
 from fastgrad.report.rounding_text import excess_texts, index_text
 from fastgrad.report.settings import UNNAMED, Settings, Tolerances
 
@@ -606,13 +597,6 @@ def _positions(report: ReportData, failure: Failure) -> list[str]:
     if failure.input is not None and failure.input != failure.input_position:
         places.append(f"input {failure.input} is argument {failure.input_position} of func")
     return [f"  where      {'; '.join(places)} (tensors that do not require grad are not counted)"] if places else []
-
-
-def seconds_text(seconds: float) -> str:
-    """A time, in seconds or milliseconds."""
-    if not math.isfinite(seconds) or seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms"
 
 
 def size_text(size: int) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from fastgrad.report.failure import count, digits_apart
-from fastgrad.report.messages import seconds_text
 from fastgrad.report.model_data import EndToEnd, Finding, ModelReportData, Operation, Site
+from fastgrad.report.number_text import count, digits_apart, seconds_text
 
 MAX_ROWS = 12
 """Largest number of operations that a summary lists."""

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastgrad.report.failure import FailureKind, count, digits_apart
+from fastgrad.report.failure import FailureKind
+from fastgrad.report.number_text import count, digits_apart
 
 if TYPE_CHECKING:
     from fastgrad.report.low_precision import LowPrecision, RoundedEntry

@@ -8,9 +8,8 @@ from html import escape
 from typing import Any, Literal
 
 from fastgrad.report import html
-from fastgrad.report.failure import count
 from fastgrad.report.json_form import SCHEMA, EqualByContent, plain
-from fastgrad.report.messages import seconds_text
+from fastgrad.report.number_text import count, seconds_text
 from fastgrad.report.report import Report, Result
 
 VariantVerdict = Literal["failed", "passed", "undecided", "no derivative", "not applicable", "raised", "not run"]

@@ -20,8 +20,7 @@ import torch
 from fastgrad._version import __version__
 from fastgrad.core.memory import Result
 from fastgrad.report import index_page
-from fastgrad.report.failure import count
-from fastgrad.report.messages import seconds_text
+from fastgrad.report.number_text import count, seconds_text
 from fastgrad.testing.patch import Check, DisagreementError, ask_both, estimate, patch
 
 SLOWEST = 10

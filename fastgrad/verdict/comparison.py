@@ -15,13 +15,13 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.memory import Result
 from fastgrad.core.native import WholeBackward, ops
 from fastgrad.core.phases import phase
-from fastgrad.core.precision import excess
+from fastgrad.core.precision import excess, modulus
 from fastgrad.core.tensors import element_index, element_number
 from fastgrad.problem.coordinates import Block, per_coordinate
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate, Pair
-from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, Span, modulus
+from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, Span
 from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.structure import coloring
 

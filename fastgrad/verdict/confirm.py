@@ -12,13 +12,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fastgrad.core.precision import excess
+from fastgrad.core.precision import excess, modulus
 from fastgrad.engines.blocks import row_parts
 from fastgrad.engines.compressed import Compression
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Pair, Plan
-from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part, count, modulus
+from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part
+from fastgrad.report.number_text import count
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import MAX_WORST, Findings, PairComparison, groups_without_a_common_row, places_along
 from fastgrad.verdict.locate import locate

@@ -15,7 +15,8 @@ from fastgrad.core.tensors import element_index
 from fastgrad.engines.blocks import MAX_CACHED
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
-from fastgrad.report.failure import Failure, digits_apart
+from fastgrad.report.failure import Failure
+from fastgrad.report.number_text import digits_apart
 from fastgrad.report.settings import Settings
 
 BATCH = 2

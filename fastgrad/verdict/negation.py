@@ -8,7 +8,8 @@ from torch import Tensor
 from fastgrad.core.tensors import largest
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
-from fastgrad.report.failure import Failure, Mode, digits_apart
+from fastgrad.report.failure import Failure, Mode
+from fastgrad.report.number_text import digits_apart
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.locate import locate
 

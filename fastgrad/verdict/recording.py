@@ -11,7 +11,8 @@ from fastgrad.core.tensors import largest
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
-from fastgrad.report.failure import Failure, FailureKind, count, digits_apart
+from fastgrad.report.failure import Failure, FailureKind
+from fastgrad.report.number_text import count, digits_apart
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.repeated_rows import nondeterministic_func
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.phases import phase
+from fastgrad.core.precision import modulus
 from fastgrad.engines.ridders import LARGEST_STEP, Refinement, measured, settled
 from fastgrad.engines.stairs import mark_stairs
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.report.failure import FUNC_VARIES, Difference, Entry, NumericalIssue, digits_apart, modulus
+from fastgrad.report.failure import FUNC_VARIES, Difference, Entry, NumericalIssue
+from fastgrad.report.number_text import digits_apart
 from fastgrad.report.settings import Tolerances
 
 MAX_UNDECIDED_ERROR = 64.0

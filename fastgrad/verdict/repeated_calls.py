@@ -20,7 +20,8 @@ from fastgrad.problem.first_look import values_vary
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate
-from fastgrad.report.failure import Failure, digits_apart
+from fastgrad.report.failure import Failure
+from fastgrad.report.number_text import digits_apart
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.grad_outputs import check_zero_grad_output

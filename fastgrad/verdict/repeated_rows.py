@@ -15,7 +15,8 @@ from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
-from fastgrad.report.failure import Failure, Mode, Part, digits_apart
+from fastgrad.report.failure import Failure, Mode, Part
+from fastgrad.report.number_text import digits_apart
 from fastgrad.report.settings import Settings, Tolerances
 from fastgrad.verdict.negation import nonlinear_component
 

@@ -18,7 +18,8 @@ from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
-from fastgrad.report.failure import Failure, digits_apart
+from fastgrad.report.failure import Failure
+from fastgrad.report.number_text import digits_apart
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.linearity import disagreement
 from fastgrad.verdict.negation import linear_bound, negation_failure

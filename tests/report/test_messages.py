@@ -14,8 +14,9 @@ import fastgrad
 from fastgrad.diagnosis import experiments
 from fastgrad.report.data import Plan
 from fastgrad.report.evidence import Cause, CauseName
-from fastgrad.report.failure import Comparison, Entry, Failure, FailureKind, digits_apart
+from fastgrad.report.failure import Comparison, Entry, Failure, FailureKind
 from fastgrad.report.messages import engine_line, failure_message, verdict_line
+from fastgrad.report.number_text import digits_apart
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 from tests.planted.causes import CAUSES
