@@ -378,11 +378,12 @@ def _raise_at_first_row(problem: Problem, settings: Settings, findings: Findings
 
 
 def _out_of_memory_message(problem: Problem, plan: Plan, settings: Settings, error: BaseException) -> str:
+    lack = str(error).strip().removesuffix(".") or type(error).__name__
     limit = "by default a share of the free memory" if settings.memory_limit is None else f"now {settings.memory_limit}"
     return (
         f"The check ran out of memory, with {plan.memory} bytes for {plan.columns_per_pass} of {problem.n} columns of "
-        f"the Jacobian at a time: {str(error) or type(error).__name__} In addition, func and its graph need memory: "
-        f"make the inputs smaller, or set a lower memory_limit= (in bytes; {limit}), which leaves more for func."
+        f"the Jacobian at a time: {lack}. In addition, func and its graph need memory: make the inputs smaller, or set "
+        f"a lower memory_limit= (in bytes; {limit}), which leaves more for func."
     )
 
 
@@ -434,6 +435,6 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
             findings.certificates += found.certificates
             continue
         if is_affordable(problem):
-            return exactly("random directions did not decide")
+            return exactly("random directions gave no verdict")
         findings.note_undecided(found.undecided)
     return plan, None

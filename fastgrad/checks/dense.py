@@ -68,7 +68,7 @@ def dense_check(
         try:
             failure = judge(problem, plan, settings, own, calls)
         except RejectedError as error:
-            reason = f"single calls instead: {error}"
+            reason = f"no batches or replays: {error}"
             if isinstance(error, UnsuitableError):
                 suspected = None
         else:

@@ -51,8 +51,8 @@ def why_restored(problem: Problem) -> str:
     """A note on inputs that differed from themselves after a call: func changes them, or they contain NaN."""
     x = problem.coordinates()
     found = ", ".join(problem.name_of(block) for block in problem.inputs if bool(x[block.slice].isnan().any()))
-    why = f"NaN in {found}" if found else "func changes its inputs"
-    return f"{why}; all inputs were restored around every evaluation"
+    why = f"{found} contains NaN" if found else "func changes its inputs"
+    return f"{why}; all inputs were restored before and after every evaluation"
 
 
 @lru_cache(8)

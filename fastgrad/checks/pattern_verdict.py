@@ -74,7 +74,7 @@ class _Entries:
             self._measure_one_by_one(str(error))
             executor.note_if_repeated(problem, error, replay, "in replays")
         if self.plan.replayed and self.numerical_suspects != []:
-            self._measure_wrong_replays_again("they do not add up to the values of single evaluations")
+            self._measure_wrong_replays_again("their results do not add up to those of single evaluations")
 
     def _entries(self, plan: Plan | None = None) -> Tensor:
         """The numerical entries as a plan, by default the current one, computes them: float64, shape (nnz,)."""

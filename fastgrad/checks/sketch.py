@@ -390,7 +390,7 @@ def _sketch_certificates(size: str, bound: float, cancelling: float, confidence:
     pairs = f"the same sums, with probability {confidence:.10g}"
     return (
         Certificate(f"no single entry is wrong by more than {size}", method, bound),
-        Certificate("no two wrong entries of a row or column hide each other", pairs, cancelling),
+        Certificate("no two wrong entries of a row or column cancel each other", pairs, cancelling),
     )
 
 

@@ -60,7 +60,7 @@ class SmallPattern:
         return int(((columns >= block.first) & (columns < block.end)).sum())
 
 
-UNDECIDED_SUMS = "decided by the exact engine, because random directions did not decide"
+UNDECIDED_SUMS = "decided by the exact engine, because random directions gave no verdict"
 """The note of a report if sums decided nothing, and all entries were compared."""
 
 

@@ -84,9 +84,9 @@ def obstacle(problem: Problem) -> str | None:
     """What prevents func from being captured, as far as is known without calling it; None if nothing does."""
     device = problem.device
     if device.type != "cuda" or torch.version.hip is not None:
-        return "it does not run on an NVIDIA device"
+        return "func does not run on an NVIDIA device"
     if any(block.tensor.device != device for block in (*problem.inputs, *problem.outputs)):
-        return "it uses several devices"
+        return "func uses several devices"
     if _abandoned:
         return "an earlier capture was invalid"
     if cuda.get_allocator_backend() != "native":
@@ -297,7 +297,7 @@ class _Replays:
                         self._steps(count % self._together)
                     self._steps.fill_from_the_first()
             except Exception as error:
-                raise _rejected(f"{who} cannot be repeated", error) from error
+                raise _rejected(f"{who} cannot be replayed", error) from error
             finally:
                 current.wait_stream(side)
 

@@ -408,7 +408,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
         return None, False, ""
     reason = executor.obstacle(problem)
     if reason is not None:
-        return None, False, f"; single evaluations: {reason}"
+        return None, False, f"; no batches or replays: {reason}"
     from fastgrad.engines import cuda_graph, vmapped  # imported here to keep `import fastgrad` fast
 
     eps, record_graph = settings.eps, look.record_graph
@@ -421,7 +421,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
     said = ""
     imports_compiler = not (problem.records_differences or torch_private.compiler_is_imported())
     if imports_compiler and 2 * problem.n * look.measured < costs.compiler_seconds:
-        said += "; no vmapped batches: torch.func.vjp would import torch's compiler, which takes longer"
+        said += "; no vmapped batches: importing torch's compiler takes longer than all evaluations"
     elif not record_graph and size >= vmapped.MIN_COLUMNS:
         reason = vmapped.obstacle(problem, eps)
         said += f"; no vmapped batches: {reason}" if reason is not None else ""

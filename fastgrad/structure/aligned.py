@@ -84,7 +84,7 @@ class Alignment:
         """The entries. This takes far longer than the rest, so it is left out if `most_in_row` is too large."""
         counts, columns = zip(*map(_rows, self.pairs), strict=True)
         starts = np.concatenate([[0], np.concatenate(counts).cumsum()])
-        return Pattern(starts, np.concatenate(columns), self.n, "guessed from dimensions that are aligned")
+        return Pattern(starts, np.concatenate(columns), self.n, "guessed from aligned dimensions")
 
 
 def probes_to_align(inputs: Sequence[Block], outputs: Sequence[Block]) -> int:

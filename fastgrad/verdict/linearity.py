@@ -389,8 +389,10 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
                 return failure("nondeterministic"), found
             pairs = by_inputs(problem.inputs, settings, rows, again)
             moves = not match.repeats and settings.nondet_tol and rows_vary(problem, output, part, element, 1, 0.0)
-            room = settings.nondet_tol if moves else 0.0
-            if not match.repeats and any(differ(left, right, own.atol + room, False) for own, left, right in pairs):
+            variation = settings.nondet_tol if moves else 0.0
+            if not match.repeats and any(
+                differ(left, right, own.atol + variation, False) for own, left, right in pairs
+            ):
                 # Two gradients also differ if one of the runs was wrong.
                 later, later_again, _ = run()
                 runs = (rows, later), (again, later_again)
@@ -423,11 +425,12 @@ def linearity_failure(
     part
         One of the two parts, shape (m,); None: a random half of the elements. Both parts are contiguous.
     """
-    addends = "the negated gradients for two negated grad_outputs that add up to it"
+    addends = "the negated gradients for two negated parts of this grad_output"
     if part is None:
         half = torch.empty_like(cotangent)
         ops.direction_(half, settings.seed, COTANGENT_STREAM, 0, True)
-        part, addends = torch.where(half == 0, 0.0, cotangent), "the negated gradients for its two negated halves"
+        part = torch.where(half == 0, 0.0, cotangent)
+        addends = "the negated gradients for the two negated halves of this grad_output"
     both = torch.stack([part, cotangent - part]).neg_()
     parts = -problem.vjp(both)
     failure = _sum_failure(problem, settings, gradient, parts, f"for {kind}", addends)
@@ -476,8 +479,8 @@ def one_sign_failure(
     vectors = torch.stack([SMALL * size, 0.25 * cotangent - size, cotangent])
     multiple = f"{1 / SMALL:g}"
     addends = (
-        f"0.25 times the one for a grad_output with both signs and -{multiple} times the one for a positive "
-        f"grad_output, with elements near 1/{multiple},"
+        f"0.25 times the gradient for a grad_output with both signs and -{multiple} times the gradient for a positive "
+        f"grad_output with elements near 1/{multiple}"
     )
 
     def failure(gradients: Tensor, changes: Tensor | None = None) -> Failure | None:
@@ -502,7 +505,9 @@ def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gr
     rows = cotangent.unsqueeze(0)
     parts = torch.cat([problem.vjp(rows, only=output) for output in problem.outputs])
     which = "for random grad_outputs of all outputs at once"
-    return _sum_failure(problem, settings, gradient, parts, which, "those of each output alone")
+    return _sum_failure(
+        problem, settings, gradient, parts, which, "the gradients for the grad_output of one output at a time"
+    )
 
 
 def _sum_failure(

@@ -32,7 +32,7 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
     a component is not zero, `locate` finds the responsible element of the vector, with two products per call.
     """
 
-    def even(factors: Tensor) -> Tensor:
+    def sum_with_negated(factors: Tensor) -> Tensor:
         one, other = _products(problem, mode, factors)
         return one + other
 
@@ -45,7 +45,11 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
     for component in sizes.argsort(descending=True)[:MAX_COMPONENTS].tolist():
         if not sizes[component] > settings.atol / 2 + settings.nondet_tol:
             break
-        element = locate(lambda part, c=component: even(part)[c].item(), vector, sums[component].item())  # type: ignore[misc]
+
+        def total(part: Tensor, component: int = component) -> float:
+            return sum_with_negated(part)[component].item()
+
+        element = locate(total, vector, sums[component].item())
         failure = _element_failure(problem, settings, mode, element, component)
         if failure is not None:
             return failure

@@ -164,7 +164,7 @@ def _changed(output: Block, what: str, first: float, later: float) -> Failure:
     return nondeterministic_jvp(output, f"{what} was first {first:.{digits}g} and later {later:.{digits}g}")
 
 
-_OF_PARTS = f"those of {REPEAT_SCALE:g} times its two parts, divided by {REPEAT_SCALE:g},"
+_OF_PARTS = f"those for {REPEAT_SCALE:g} times two parts of this tangent, divided by {REPEAT_SCALE:g},"
 
 
 def jvps_of_parts(problem: Problem, settings: Settings, u: Tensor) -> Tensor:

@@ -395,7 +395,7 @@ def test_sums_that_decide_nothing_are_followed_by_all_entries() -> None:
     assert report.passed
     assert report.plan is not None
     assert report.plan.engine == "dense"
-    assert report.notes == ("decided by the exact engine, because random directions did not decide",)
+    assert report.notes == ("decided by the exact engine, because random directions gave no verdict",)
     assert len(report.pairs) == 1
     assert report.evaluations <= 2 * 12 + 30
     assert report.vjps <= 25
@@ -421,7 +421,7 @@ def test_sums_of_a_custom_backward_that_decide_nothing_are_followed_by_few_entri
     assert report.passed
     assert report.plan is not None
     assert report.plan.engine == "dense"
-    assert report.notes == ("decided by the exact engine, because random directions did not decide",)
+    assert report.notes == ("decided by the exact engine, because random directions gave no verdict",)
     assert report.evaluations <= 2 * 12 + 20
     assert report.vjps <= 40
     many = torch.linspace(0.02, 0.5, 22, dtype=torch.float64, requires_grad=True)

@@ -267,7 +267,7 @@ def test_a_func_that_raises_after_the_replays(cuda: Cuda, monkeypatch: pytest.Mo
     x = leaf(40)  # four columns at a time, so one of the 37 is left
     bits = x.detach().clone()
     func = Counted(1 + 2 * (cuda_graph.EAGER_STEPS + 4) + 1, raising(ValueError))
-    with Problem(func, (x,)) as problem, pytest.raises(executor.RejectedError, match="cannot be repeated"):
+    with Problem(func, (x,)) as problem, pytest.raises(executor.RejectedError, match="cannot be replayed"):
         cuda_graph.difference_columns(problem, 0, 40, EPS, False)
     assert cuda.log[-1] == "reset"
     assert torch.equal(x.detach(), bits)
@@ -511,7 +511,7 @@ def test_only_errors_of_func_are_leads(
     assert raised
     assert report.passed is passes
     assert report.plan is not None
-    assert "single calls instead: func cannot be captured" in report.plan.reason
+    assert "no batches or replays: func cannot be captured" in report.plan.reason
     assert passes or (report.failure is not None and report.failure.kind == "nondeterministic func")
 
 
@@ -520,7 +520,7 @@ def test_refused_replays_are_told(replaying: Cuda) -> None:
     assert report.passed
     assert report.plan is not None
     assert not report.plan.replayed
-    assert "single calls instead: func reads values of tensors" in report.plan.reason
+    assert "no batches or replays: func reads values of tensors" in report.plan.reason
 
 
 def rows_of(problem: Problem, first: int, count: int, replayed: bool) -> list[Tensor]:
@@ -718,7 +718,7 @@ def test_rows_that_cannot_be_captured_are_run_one_by_one(replaying_rows: Cuda) -
     assert report.passed
     assert report.plan is not None
     assert not report.plan.rows_replayed
-    assert "single calls instead: backward reads values of tensors" in report.plan.reason
+    assert "no batches or replays: backward reads values of tensors" in report.plan.reason
 
 
 def test_which_rows_are_replayed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -860,7 +860,7 @@ def test_groups_that_replays_get_wrong_are_taken_one_by_one(replaying_groups: Cu
     assert not is_once or (report.failure is not None and report.failure.kind == "nondeterministic func")
     assert report.plan is not None
     assert not report.plan.replayed
-    assert "no replays: they do not add up" in report.plan.reason
+    assert "no replays: their results do not add up" in report.plan.reason
 
 
 def test_groups_that_cannot_be_captured(replaying_groups: Cuda) -> None:
@@ -917,8 +917,8 @@ def test_obstacles(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "get_allocator_backend", lambda: backend, raising=False)
     monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: capturing, raising=False)
     assert cuda_graph.obstacle(on(CUDA0, CUDA0)) is None
-    assert cuda_graph.obstacle(on(torch.device("cpu"))) == "it does not run on an NVIDIA device"
-    assert cuda_graph.obstacle(on(CUDA0, torch.device("cuda", 1))) == "it uses several devices"
+    assert cuda_graph.obstacle(on(torch.device("cpu"))) == "func does not run on an NVIDIA device"
+    assert cuda_graph.obstacle(on(CUDA0, torch.device("cuda", 1))) == "func uses several devices"
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: True)
     assert cuda_graph.obstacle(on(CUDA0)) == "autocast caches results that a capture does not compute"
     monkeypatch.setattr(torch, "is_autocast_cache_enabled", lambda: False)

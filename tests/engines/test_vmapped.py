@@ -278,7 +278,7 @@ def test_batches_that_are_off_once_are_a_lead_unless_it_is_rounding(
     report = check(lambda x: x.cumsum(0).sin(), (leaf(300),), Settings())
     assert calls
     assert report.plan is not None
-    assert "single calls instead: the columns do not agree" in report.plan.reason
+    assert "no batches or replays: the columns do not agree" in report.plan.reason
     assert report.passed is passes
     assert passes or (report.failure is not None and report.failure.kind == "nondeterministic func")
 
@@ -323,7 +323,7 @@ def test_not_tried_where_func_needs_a_graph_or_changes_inputs() -> None:
             x.detach().mul_(1.0)
         return x.cumsum(0)
 
-    for func, reason in ((differs_without_graph, ""), (changes, "single evaluations: func changes its inputs")):
+    for func, reason in ((differs_without_graph, ""), (changes, "no batches or replays: func changes its inputs")):
         report = check(func, (leaf(80),), DENSE)
         assert report.passed
         assert report.plan is not None

@@ -506,7 +506,7 @@ def test_values_that_are_not_finite_are_undecided() -> None:
     x = torch.tensor([1.0, torch.nan], dtype=torch.bfloat16, requires_grad=True)
     report = fastgrad.check(torch.sin, x)
     assert report.verdict == "undecided"
-    assert "NaN in inputs[0]; all inputs were restored around every evaluation" in report.notes
+    assert "inputs[0] contains NaN; all inputs were restored before and after every evaluation" in report.notes
     assert torch.equal(x.isnan(), torch.tensor([False, True]))
 
 
