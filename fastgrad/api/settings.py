@@ -87,7 +87,7 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
     if engine not in ("auto", "dense", "compressed", "sketch"):
         raise ValueError(f"engine must be 'auto', 'dense', 'compressed' or 'sketch', got {engine!r}.")
     if engine == "sketch" and not keywords["fast_mode"]:
-        raise ValueError("engine='sketch' compares sums of entries, not every entry: it needs fast_mode=True.")
+        raise ValueError("engine='sketch' needs fast_mode=True, because it compares sums of entries, not every entry.")
     if confidence is not None and not isinstance(confidence, Real):
         raise TypeError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
     if confidence is not None and not 0 < float(confidence) < 1:
@@ -124,7 +124,7 @@ def with_precision(settings: Settings, reference: Any, reference_device: Any, pr
     try:
         device = None if reference_device is None else str(torch.device(reference_device))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"reference_device must be None or a device of torch, got {reference_device!r}.") from error
+        raise ValueError(f"reference_device must be None or a torch device, got {reference_device!r}.") from error
     return replace(settings, precision=precision, reference=name, reference_device=device)
 
 

@@ -179,7 +179,7 @@ def _of_steps(
         text = f"eps = {eps:g} is too large: {why}; use a smaller eps"
         measure = (
             f"the derivatives differ by {off:.2g} at eps, but only by {abs(slope - analytical):.2g} at a step of "
-            f"{h:.2g}, where the numerical one is {_number(slope)}"
+            f"{h:.2g}, where the numerical derivative is {_number(slope)}"
         )
         yield Cause("truncation", text, measure, 0.95 if is_open else 0.88)
 
@@ -385,7 +385,7 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
         if modulus(found + wanted) <= RESIDUAL * modulus(wanted) and off <= RESIDUAL * size:
             text = (
                 f"the gradient of the {failure.part} part of the output has the wrong sign, and that of the other part "
-                "is right: a conj() of grad_output or of its factor is missing"
+                "is right: a conj() of grad_output, or of what it is multiplied by, is missing"
             )
             yield Cause("missing conjugate", text, f"the error of the gradient of the other part is {off:.1g}", 0.97)
         elif modulus(found) == 0 and size and off <= RESIDUAL * size:

@@ -159,7 +159,9 @@ def place_causes(
         if rule.sampled is not None and cause.text in is_right:
             if not is_right[cause.text]:
                 continue
-            cause = replace(cause, measure=f"{cause.measure}; sums of the other entries with random weights agree")
+            cause = replace(
+                cause, measure=f"{cause.measure}; sums of the other entries with random weights confirm this"
+            )
         elif rule.sampled is not None:
             if rule.chance > CHANCE:
                 continue

@@ -98,8 +98,8 @@ def _causes(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
     alike = all(_same(one.found, sampled[0].found) for one in sampled)
     if replicated and not alike and _same(total, sampled[0].numerical):
         text = (
-            "the gradients of the ranks add up to the right one: an all_reduce is missing, or the placement must be "
-            "Partial()"
+            "the gradients of the ranks add up to the right gradient: an all_reduce is missing, or the placement must "
+            "be Partial()"
         )
         return [_cause("reduction missing between ranks", text)]
     if _same(found, own) and not _same(found, numerical) and not (partial or alike):
@@ -134,7 +134,7 @@ def _of_some_ranks(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
             return [_cause("wrong shard", f"ranks have the gradients of other parts of the tensor: {pairs}")]
     if not isinstance(space.gradient, Partial) and 0 < len(wrong) < len(sampled):
         ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
-        return [_cause("one rank", f"the gradient is wrong only on {ranks}: the other ranks have the right one")]
+        return [_cause("one rank", f"the gradient is wrong only on {ranks}: the other ranks have the right gradient")]
     return []
 
 

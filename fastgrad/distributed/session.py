@@ -306,9 +306,10 @@ class Session:
                 checked_placement(f"result {k}", space.placement)
         named = [None] * len(own) if self._outputs is None else list(self._outputs)
         if len(named) != len(own) or any(one is None and other is None for one, other in zip(named, own, strict=True)):
+            given = "none" if self._outputs is None else [space and space.placement for space in named]
             raise ValueError(
                 f"outputs must name {count(len(own), 'placement')} (Shard(dim), Replicate() or Partial()), one for "
-                f"each result of func, got {'none' if self._outputs is None else len(named)}."
+                f"each result of func, got {given}."
             )
         return [space for space in (other or one for one, other in zip(named, own, strict=True)) if space is not None]
 

@@ -137,7 +137,7 @@ class LowerCheck:
                 self._outcome.note(
                     undecided="func is random: two runs with the same inputs and the same state of torch's generators "
                     "differ",
-                    remedy="fix the seed of its own generator in every call",
+                    remedy="set the seed of func's own generator in every call",
                 )
                 return self._finished(problem)
             try:

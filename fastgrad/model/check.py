@@ -250,7 +250,7 @@ def _remarks(recorder: Recorder, step: Step) -> list[str]:
 def _not_run(step: Step) -> list[str]:
     """What is undecided because hooks were not run: they may have side effects, such as a step of an optimizer."""
     names = [name for name, one in step.model.named_parameters() if torch_private.has_accumulation_hooks(one)]
-    text = "hooks of register_post_accumulate_grad_hook, which may change gradients, are not run: those of"
+    text = "the check did not run hooks of register_post_accumulate_grad_hook, which may change gradients, of"
     return [f"{text} {', '.join(names)}"] if names else []
 
 

@@ -128,16 +128,16 @@ class LossErrorExperiments:
         whose = f" with respect to {_listed(names)}" if names else ""
         cause = f" (probably that of {_listed(operations)})" if operations else ""
         self.undecided.append(
-            f"the loss has a kink at the parameters{cause}: its one-sided derivatives{whose} differ, so no gradient is "
-            f"the derivative; the gradient was compared at other parameters, about {NEXT_TO:.0%} away"
+            f"the loss has a kink at the parameters{cause}: its one-sided derivatives{whose} differ, so it has no "
+            f"derivative there; the gradient was compared at other parameters, about {NEXT_TO:.0%} away"
         )
         return self._next_to()
 
     def next_to_stationary_point(self) -> AbstractContextManager[None]:
         """A context in which the parameters are next to a point at which a right gradient of zero may hide errors."""
         self.remarks.append(
-            "some gradients are zero, and right; to find errors that this may hide, the gradient of the loss was also "
-            f"compared at other parameters, about {NEXT_TO:.0%} away"
+            "some gradients are zero, which is right; to find errors that this may hide, the gradient of the loss was "
+            f"also compared at other parameters, about {NEXT_TO:.0%} away"
         )
         return self._next_to()
 
@@ -184,8 +184,8 @@ class LossErrorExperiments:
         zero = all(self.whole.gradients[i] is not None for i in moving)
         if not ends and zero and self.whole.along(self.whole.only(moving)).agrees:
             text = (
-                f"the gradient of {_listed(names)} is zero, and right, because the loss depends on {_it(names)} only "
-                "by jumps, for example of round() or sign()"
+                f"the gradient of {_listed(names)} is zero, which is right, because the loss depends on {_it(names)} "
+                "only by jumps, for example of round() or sign()"
             )
         if ends:
             text += f": the path ends in {ends[0].name}{at(ends[0].site)}"
@@ -269,7 +269,9 @@ class LossErrorExperiments:
     def _add_hooks(self, hooks: Sequence[Hook], names: tuple[str, ...], error: float) -> None:
         for hook in hooks:
             change = "makes gradients zero" if hook.returned_zero else "changes gradients"
-            text = f"the hook {hook.name} of {hook.owner} {change}; without the hook, they agree with differences"
+            text = (
+                f"the hook {hook.name} of {hook.owner} {change}; without the hook, the gradients agree with differences"
+            )
             found = Finding("hook", text, (hook.site,), hook.name, names, error)
             if not any(one.text == text for one in self.findings):
                 self.findings.append(found)

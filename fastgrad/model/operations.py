@@ -44,10 +44,13 @@ LARGE = 1 << 20
 FEWER = 8
 """The number of all rows, divided by the number of those first rows."""
 
-ON_FEWER_ROWS = "v^T J u agrees for all rows; only the first rows were checked in full"
+ON_FEWER_ROWS = "v^T J u of all rows agrees with differences; only the first rows were checked in fast mode"
 """The text for an operation of which only the first rows were checked in full, in the table."""
 
-AT_KINK = "differences at its inputs do not agree, as at a kink or a jump, so it was checked next to its inputs"
+AT_KINK = (
+    "checked next to its inputs, because at the inputs themselves the gradient does not agree with differences, as at "
+    "a kink or a jump"
+)
 """The text for an operation that was checked at moved inputs."""
 
 _VERDICTS: dict[str, OperationVerdict] = {"passed": "right", "failed": "wrong"}

@@ -77,7 +77,7 @@ def raise_without_graph(who: str) -> NoReturn:
     """Raises a ValueError, because no output of func requires grad; who: the function that needs such an output."""
     disabled = disabled_gradients()
     because = f": {disabled}" if disabled else ""
-    raise ValueError(f"{who} needs a func with an output that requires grad, but this has none{because}.")
+    raise ValueError(f"{who} needs a func with an output that requires grad, but this func has none{because}.")
 
 
 def is_differentiable(value: Any) -> bool:
@@ -147,7 +147,7 @@ def _check_values(value: Tensor, name: str, subject: str) -> None:
 def _check_kind(value: Tensor, name: str, subject: str) -> None:
     """Raises unless the compiled module supports such a tensor; name, subject: its names in messages."""
     if value.is_nested:
-        raise NotImplementedError(f"fastgrad does not support nested tensors; {name} is one.")
+        raise NotImplementedError(f"fastgrad does not support nested tensors, but {name} is one.")
     if value.is_meta:
         raise ValueError(f"{subject} is on the meta device: a gradient check needs values.")
     if value.dtype not in _SUPPORTED:

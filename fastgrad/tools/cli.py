@@ -267,7 +267,7 @@ def _checks(options: argparse.Namespace, call: dict[str, Any]) -> list[tuple[str
 def _reject_options(options: argparse.Namespace) -> None:
     """Raises a SpecError if options exclude each other, one needs another, or the path of the HTML page is unusable."""
     if options.engine == "sketch" and not options.fast:
-        raise specs.SpecError("--engine sketch compares sums of entries: it needs --fast")
+        raise specs.SpecError("--engine sketch needs --fast, because it compares sums of entries")
     if options.html is not None and not options.html.parent.is_dir():
         raise specs.SpecError(f"there is no directory {options.html.parent} for the HTML page")
     if options.html is not None and options.html.is_dir():

@@ -393,7 +393,7 @@ def test_a_rule_that_fits_a_sample_is_stated_of_the_sample() -> None:
     assert cause.confidence < HEADLINE_CONFIDENCE
     cause = diagnose(replace(report, evidence=Evidence(places=((text, True),))))[0]
     assert (cause.text, cause.confidence > HEADLINE_CONFIDENCE) == (text, True)
-    assert cause.measure.endswith("in the sample; sums of the other entries with random weights agree")
+    assert cause.measure.endswith("in the sample; sums of the other entries with random weights confirm this")
     refuted = diagnose(replace(report, evidence=Evidence(places=((text, False),))))
     assert text not in " ".join(cause.text for cause in refuted)
 

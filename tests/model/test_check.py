@@ -399,7 +399,7 @@ def test_with_hooks_after_accumulation_the_verdict_is_undecided() -> None:
     model.weight.register_post_accumulate_grad_hook(doubles_gradient)
     report = check_model(model, torch.randn(8, 4), squared)
     assert report.verdict == "undecided"
-    text = "hooks of register_post_accumulate_grad_hook, which may change gradients, are not run: those of weight"
+    text = "the check did not run hooks of register_post_accumulate_grad_hook, which may change gradients, of weight"
     assert report.undecided == (text,)
     assert text in str(report)
     assert text in report.to_html()
@@ -438,7 +438,10 @@ def test_a_hook_that_returns_zeros_is_named() -> None:
     report = check_model(model, torch.randn(10, 8), squared)
     found = [(finding.kind, finding.sites[0].module, finding.parameters) for finding in report.findings]
     assert found == [("hook", "0", ("0.weight",)), ("hook", "2", ("2.weight",))]
-    assert "of 0.weight makes gradients zero; without the hook, they agree with differences" in report.findings[0].text
+    assert (
+        "of 0.weight makes gradients zero; without the hook, the gradients agree with differences"
+        in report.findings[0].text
+    )
     assert not report.remarks
 
 
@@ -560,7 +563,7 @@ def test_a_loss_that_only_jumps_is_not_said_to_detach() -> None:
     report = check_model(nn.Sequential(nn.Linear(4, 4), Sign(), nn.Linear(4, 1)), torch.randn(8, 4), squared)
     (finding,) = report.findings
     assert finding.text == (
-        "the gradient of 0.weight, 0.bias is zero, and right, because the loss depends on them only by jumps, for "
+        "the gradient of 0.weight, 0.bias is zero, which is right, because the loss depends on them only by jumps, for "
         "example of round() or sign()"
     )
 

@@ -108,7 +108,7 @@ def test_the_backward_is_evaluated_without_a_graph_of_its_own() -> None:
 
 
 def test_no_output_with_a_gradient_is_an_error() -> None:
-    with pytest.raises(ValueError, match="an output that requires grad, but this has none"):
+    with pytest.raises(ValueError, match="an output that requires grad, but this func has none"):
         fastgrad.gradgradcheck(lambda x: x.detach(), (leaf(2),))
     with torch.no_grad(), pytest.raises(ValueError, match="gradients are disabled here"):
         fastgrad.gradgradcheck(torch.exp, (leaf(2),))

@@ -344,7 +344,7 @@ def test_errors_of_func_and_of_inputs_are_no_verdict(file: str, capsys: pytest.C
         ("torch:sin", ("-i", "float64[3]", "-k", "dim"), "a keyword must be name=value"),
         ("torch:sin", ("-i", "float64[3]", "-k", "dim=1+"), "a Python literal or a bare word, got 'dim=1+'"),
         ("torch:sin", ("-i", "float64[3]", "-k", "dim=1", "-k", "dim=2"), "--keyword gives dim twice"),
-        ("torch:sin", ("-i", "float64[3]", "--engine", "sketch"), "--engine sketch compares sums of entries"),
+        ("torch:sin", ("-i", "float64[3]", "--engine", "sketch"), "--engine sketch needs --fast"),
         ("torch:sin", ("-i", "float64[3]", "--device", "abacus"), "device 'abacus' cannot be used: "),
         ("torch:sin", ("-i", "float64[3]", "--html", "nowhere/page.html"), "there is no directory nowhere"),
         ("torch:sin", ("-i", "float64[3]", "--compiled"), "--compiled needs --variants"),
