@@ -127,7 +127,7 @@ def _with_every_entry(
 ) -> tuple[Report, Sample | None]:
     """The report and the sample of the dense engine, if an entry is wrong, but not all others were compared.
 
-    Returns the given ones if all were compared, or if the dense engine does not also show a mismatch.
+    Returns the given report and sample if all entries were compared, or if the dense engine shows no mismatch.
     """
     comparison, plan = report.failure.comparison if report.failure else None, report.plan
     if comparison is None or comparison.exhaustive or plan is None or plan.engine != "compressed":
@@ -163,7 +163,7 @@ def _take_small_check(small: SmallCheck, problem: Problem) -> None:
 def _report(
     problem: Problem, names: tuple[str, ...], notes: list[str], start: float, settings: Settings, findings: Findings
 ) -> Report:
-    """The report without causes; start, notes: as in `complete_check`."""
+    """Runs all checks and returns the report, without causes; start, notes: as in `complete_check`."""
     seconds = {"first evaluation": time.perf_counter() - start}
     worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
     with Stopwatch(seconds) if worth_it else nullcontext():
@@ -294,7 +294,7 @@ def _modified(problem: Problem, settings: Settings) -> Failure | None:
 
 
 def _modified_large_output(problem: Problem, settings: Settings) -> Failure | None:
-    """The same for outputs that are too large to be compared after each VJP, if func still gives the first values."""
+    """As `_modified`, for outputs too large to be compared after each VJP, if func still gives the first values."""
     for values in problem.graph_values():
         base = problem.base()
         vary = partial(values_vary, problem, settings)

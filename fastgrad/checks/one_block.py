@@ -92,7 +92,10 @@ def take_calls(problem: Problem, backward: WholeBackward, calls: RepeatedCalls) 
 def product_at_hand(
     problem: Problem | SmallProblem, settings: Settings, backward: WholeBackward
 ) -> tuple[Tensor, Tensor, int]:
-    """Cotangents, shape (count, m), their VJPs, shape (count, n), and the number of a cotangent that is contiguous."""
+    """VJPs that are known: cotangents and VJPs, shapes (count, m) and (count, n), and the number of a VJP to repeat.
+
+    The cotangent of this VJP is contiguous.
+    """
     cotangents = _cotangents(problem.m, settings.seed, problem.device)
     if problem.m > 1:
         return cotangents, backward.products, GRAD_OUTPUT_KINDS.index(HALVED)
@@ -107,7 +110,7 @@ def same_afterwards(
 
     torch's checker also records its graph after other evaluations. This detects state that func keeps between calls.
 
-    cotangents, gradients, row: a VJP among others, as from `product_at_hand`.
+    cotangents, gradients, row: several VJPs and the number of the one to repeat, as from `product_at_hand`.
     """
     _, other = problem.first_other_vjp(cotangents[row][None], [-1], [0], gradients[row][None])
     return other is None or graphs_agree(problem, settings, other, gradients[row][None], cotangents[row])
@@ -143,7 +146,7 @@ def jacobian(problem: Problem | SmallBackward, backward: WholeBackward) -> Tenso
 
 @phase("comparison")
 def agrees(problem: Problem, settings: Settings, backward: WholeBackward, columns: Tensor, findings: Findings) -> bool:
-    """Whether all entries agree and the properties of the rows are right, so that no part remains to be judged.
+    """Whether all entries agree and the properties of the rows are right; then it adds the results to the findings.
 
     columns: all of the numerical Jacobian, float64, shape (n, m).
     """

@@ -326,7 +326,10 @@ class PatternVerdict(_Entries):
         return not bool(torch.isclose(again, before, rtol=0.0, atol=allowed, equal_nan=True).all())
 
     def _judged(self, repeat: Failure | None) -> Failure | Incomplete | None:
-        """The comparison of all entries, then a failure of repeated groups, then the certificates."""
+        """Compares all entries, then certifies them: a failure, what the pattern lacks, or None.
+
+        repeat: the failure of repeated groups, which counts if no entry is wrong.
+        """
         differs = self._differs()
         if differs and self.plan.replayed:
             self._measure_wrong_replays_again("a mismatch is checked again, one call at a time")

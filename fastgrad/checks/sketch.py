@@ -118,14 +118,15 @@ class _Screen:
         self._eps = settings.eps
         self._attempt = 0
         self._extrapolated = 1  # the fewest evaluations: usually enough if nothing is wrong
-        self._first: Differences | None = None
+        self._first: Differences | None = None  # those of the first step size
         self._tentative: Differences | None = None  # the differences for which a sum looked wrong
+        # The weights of the tentative sketch, and its VJPs by the number of their cotangent.
         self._earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
         self._doubted: dict[int, float] = {}  # per output that no wrong entry explains, the smallest error of its sums
         self._suspected = 0.0  # the largest error that sums suggested but single entries did not confirm
         self._bound = settings.atol
         self._smallest_bound = math.inf
-        self._unresolved = 0.0
+        self._unresolved = 0.0  # the largest possible error of an entry that no step resolved
         # Per output, the size from which errors were found at the best step size so far.
         self._hidden = torch.where(self._pending, math.inf, 0.0).to(torch.float64)
 

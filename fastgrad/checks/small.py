@@ -103,7 +103,7 @@ def _run_again(
 
 
 def _values_pass(check: SmallCheck) -> bool:
-    """Whether derivatives and differences agree, in sums or entry by entry, and nothing is left to judge."""
+    """Whether derivatives and differences agree, in sums or entry by entry; if not, the complete check decides."""
     problem, settings = check.problem, check.settings
     if sketches(problem, settings):
         return sums_fit(problem, settings) and _modes_agree(check, sums_agree, products_agree)
@@ -127,8 +127,9 @@ def _modes_agree(check: SmallCheck, backward_agrees: _Agree, forward_agrees: _Ag
 def _undecided_rows_agree(check: SmallCheck) -> bool:
     """Compares all entries after sums decided nothing, if this takes no more calls than sums at other steps.
 
-    Returns whether nothing is left to judge. If entries are not compared, differences that changed between steps are
-    repeated here, because the complete check does not use them: func may have returned other values once.
+    Returns whether they agree; if not, the complete check decides. If entries are not compared, differences that changed
+    between steps are repeated here, because the complete check does not use them: func may have returned other values
+    once.
     """
     problem, outputs = check.problem, outputs_of(check)
     if problem.is_custom or not compares_undecided_entries(problem, check.settings):

@@ -35,7 +35,7 @@ which tangents are undefined, as for `ForwardMode.jvps_of`."""
 
 
 def columns_agree(check: SmallCheck) -> bool:
-    """Compares all columns by forward mode with the numerical ones; returns whether nothing is left to judge."""
+    """Compares all columns by forward mode with the numerical ones; returns whether they agree."""
     problem, settings = check.problem, check.settings
     if check.changed is not None or problem.n > MAX_COLUMNS:
         return False
@@ -89,7 +89,7 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
         if found is None:
             return False
         products = found
-        if earlier is not None:  # there are JVPs of nearly the same tangents, at another step
+        if earlier is not None:  # JVPs of nearly the same tangents are known from another step
             rows, before, known = earlier
             check.tangents = torch.cat([rows, made]), before + which, torch.cat([known, products])
     tangents, combined, others = products.tensor_split([len(together), len(together) + 2])

@@ -114,7 +114,7 @@ def _reached(pattern: SmallPattern, seed: int) -> Mask:
 
 
 def entries_agree(check: SmallCheck, pattern: SmallPattern) -> bool:
-    """Compares the entries in a pattern, and certifies that there are no others; returns whether nothing is left open.
+    """Compares the entries in a pattern, and certifies that there are no others; returns whether both succeed.
 
     The VJPs of the rows run on the first graph, after the differences have called func.
     """

@@ -80,8 +80,8 @@ class SmallCheck(Findings):
         As in `Findings`; also true if a gradient had a wrong size or dtype, or func returned outputs of another kind.
         The complete check then finds the error. If it finds none, some calls were right and others wrong.
     errors
-        By output and part, and by input, the largest absolute and relative error; None if something remains to be
-        judged.
+        By output and part, and by input, the largest absolute and relative error; None if the complete check must
+        compare them.
     pattern
         The pattern if only its entries were compared, because all others are certified to be zero.
     tangent_errors
@@ -105,7 +105,7 @@ class SmallCheck(Findings):
     seconds
         By phase, without the first evaluation; not measured for the quickest checks.
     passes
-        Whether nothing remains to be judged.
+        Whether all tests passed, so that the complete check does not run.
     """
 
     problem: SmallProblem

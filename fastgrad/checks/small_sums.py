@@ -77,7 +77,7 @@ def numerical_columns(check: SmallCheck) -> Tensor | None:
 
 
 def sums_agree(check: SmallCheck, weighted: bool = True) -> bool:
-    """Compares sums of entries along random directions; returns whether nothing is left to judge.
+    """Compares sums of entries along random directions; returns whether they agree.
 
     A few VJPs run on the graph of the first evaluation, those of a custom backward before and after the differences.
     Then all VJPs run on a new graph, which is recorded after the differences. Outputs whose differences are noisy have

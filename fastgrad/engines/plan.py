@@ -353,7 +353,7 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
     """
     column_bytes = 8 * max(1, problem.m)
     limit = _memory_limit(settings, column_bytes * problem.n, problem.device)
-    batch, replayed, said = _column_strategy(problem, settings, look) if look is not None else (None, False, "")
+    batch, replayed, remarks = _column_strategy(problem, settings, look) if look is not None else (None, False, "")
     held = 0
     if batch is not None:
         from fastgrad.engines import vmapped
@@ -361,7 +361,7 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
         held = batch * vmapped.column_bytes(problem)
     room = limit - held if settings.memory_limit is not None else limit
     columns = max(MIN_COLUMNS, min(problem.n, room // column_bytes))
-    rows_replayed, also_said = _row_strategy(problem, settings, look) if look is not None else (False, "")
+    rows_replayed, row_remarks = _row_strategy(problem, settings, look) if look is not None else (False, "")
     # On a device, small blocks gain nothing from a cache. Several ranks wait for each other at each block.
     is_large = rows_replayed or problem.ranks > 1
     block_bytes = max(BLOCK_BYTES, min(DEVICE_BLOCK_BYTES, limit // 8)) if is_large else BLOCK_BYTES
@@ -370,13 +370,13 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
     if look is not None and look.obstacles:
         reason = "; ".join(look.obstacles)
     if columns < problem.n:
-        said += f"; memory for {columns} of {problem.n} columns at a time"
+        remarks += f"; memory for {columns} of {problem.n} columns at a time"
     return Plan(
         "dense",
         columns,
         rows,
         True if look is None else look.record_graph,
-        reason + said + also_said,
+        reason + remarks + row_remarks,
         memory=columns * column_bytes + min(rows, problem.m) * 8 * problem.n + held,
         batch=batch,
         replayed=replayed,
@@ -418,18 +418,18 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
     batch = partial(vmapped.difference_columns, problem, size=size, eps=eps)
     replay = partial(cuda_graph.difference_columns, problem, eps=eps, record_graph=record_graph)
     ways: list[tuple[int | None, bool, str, Callable[[int, int], Tensor], int, int]] = []
-    said = ""
+    remarks = ""
     imports_compiler = not (problem.records_differences or torch_private.compiler_is_imported())
     if imports_compiler and 2 * problem.n * look.measured < costs.compiler_seconds:
-        said += "; no vmapped batches: importing torch's compiler takes longer than all evaluations"
+        remarks += "; no vmapped batches: importing torch's compiler takes longer than all evaluations"
     elif not record_graph and size >= vmapped.MIN_COLUMNS:
         reason = vmapped.obstacle(problem, eps)
-        said += f"; no vmapped batches: {reason}" if reason is not None else ""
+        remarks += f"; no vmapped batches: {reason}" if reason is not None else ""
         if reason is None:
             ways.append((size, False, f"vmapped batches of {size}", batch, vmapped.TRIED, size))
     if problem.device.type == "cuda":
         reason = cuda_graph.obstacle(problem)
-        said += f"; no CUDA graph: {reason}" if reason is not None else ""
+        remarks += f"; no CUDA graph: {reason}" if reason is not None else ""
         if reason is None:
             ways.append((None, True, "replays of a CUDA graph", replay, cuda_graph.MIN_COLUMNS, problem.n))
     found: tuple[int | None, bool] = None, False
@@ -438,10 +438,10 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
         count = _sample(block.size, fewest, most)
         trial = partial(executor.speedup, problem, settings.atol, block.first, count, single, columns)
         gain, text = _gain(problem, trial, name)
-        said += text
+        remarks += text
         if gain >= best:
             found, best = (columns_a_batch, replayed), gain
-    return *found, said
+    return *found, remarks
 
 
 def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tuple[bool, str]:
@@ -466,11 +466,11 @@ def _row_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tupl
 
     trial = partial(executor.speedup, problem, settings.atol, 0, count, single, replay)
     try:
-        gain, said = _gain(problem, trial, "replays of a VJP")
+        gain, remarks = _gain(problem, trial, "replays of a VJP")
     except Exception as error:  # backward raised it: the check itself will raise it
         raise_if_transient(error, trial)
         return False, ""
-    return gain >= costs.trial_gain * problem.ranks, said
+    return gain >= costs.trial_gain * problem.ranks, remarks
 
 
 def _gain(problem: Problem, trial: Callable[[], float], name: str) -> tuple[float, str]:

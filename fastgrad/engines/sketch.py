@@ -161,8 +161,8 @@ def contradicts(
 ) -> bool:
     """Whether better differences along the same directions show that an earlier call of func returned other values.
 
-    base: the outputs, shape (m,); repeat: measures the first differences again. It is called only if the first
-    differences are not near the better ones.
+    base: the outputs, shape (m,). repeat: measures the first differences again; it is called only if they are not near
+    the better ones.
     """
     rounding = before.rounding * base.abs()
     if not derivatives_vary(settings, better.derivatives, before.derivatives, rounding):

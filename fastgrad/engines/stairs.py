@@ -66,6 +66,7 @@ def mark_stairs(
     allowed = own.allowed(refinement.values)
     sides = torch.stack([refinement.right, refinement.left])
     distance = (sides - refinement.values).abs().nan_to_num(0.0).amax(0)
+    # The numbers of the entries that are still to be tested.
     open_ = ((distance > allowed) & (refinement.errors <= allowed) & ~refinement.doubtful).nonzero().reshape(-1)
     if not open_.numel():
         return

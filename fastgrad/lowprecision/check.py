@@ -145,8 +145,8 @@ class LowerCheck:
             except IncomparableError as error:
                 if self._settings.reference is not None:
                     raise ValueError(f"The reference cannot be used: {error}.") from error.__cause__
-                said = f"compared with differences, because there is no reference in double precision: {error}"
-                self._outcome.notes.append(said)
+                note = f"compared with differences, because there is no reference in double precision: {error}"
+                self._outcome.notes.append(note)
                 if problem.n and problem.m:
                     judge_by_differences(problem, self._settings.seed, self._outcome)
                 found = None
@@ -163,8 +163,8 @@ class LowerCheck:
         self._draws = self._states.has_changed()
         self._states.restore()
         problem.graph()
-        room = SAME_DRAW * problem.unit_roundoff * largest(first[first.isfinite()])
-        return not bool(near(first, again, room).all())
+        allowed = SAME_DRAW * problem.unit_roundoff * largest(first[first.isfinite()])
+        return not bool(near(first, again, allowed).all())
 
     def _with_reference(self, problem: Problem, make: Callable[[], Reference]) -> Report | None:
         """Compares with the reference; returns a report if the reference itself is wrong."""

@@ -204,8 +204,8 @@ class Comparison:
             total = sum(part[1] for part in parts)
             mean = sum(part[0] * part[1] for part in parts) / total
             alike = all(part[0] * mean > 0 and abs(part[0]) > abs(mean) / 2 for part in parts)
-            room = SCALE_UNITS * unit + SCALE_ERRORS / total**0.5
-            found.append(Common(block, mean, room, sum(part[2] for part in parts), alike))
+            allowed = SCALE_UNITS * unit + SCALE_ERRORS / total**0.5
+            found.append(Common(block, mean, allowed, sum(part[2] for part in parts), alike))
         return found
 
     def _common_error(self, block: Block, probe: int) -> tuple[float, float, float]:

@@ -99,9 +99,9 @@ def judge(problem: Problem, products: Products, probes: Probes, outcome: Outcome
 def judge_by_differences(problem: Problem, seed: int, outcome: Outcome) -> None:
     """Compares derivatives along some directions with differences; only a single wrong entry is a failure."""
     combinations = differences.combinations(problem, seed)
-    endless = differences.not_finite(problem, combinations)
-    if endless is not None:
-        _judge_not_finite(problem, *endless, len(combinations), outcome)
+    infinite = differences.not_finite(problem, combinations)
+    if infinite is not None:
+        _judge_not_finite(problem, *infinite, len(combinations), outcome)
         return
     found = list(differences.findings(problem, combinations, seed))
     outcome.note(rows=f"{len(found)} directions, by differences", products=len(found), entries=len(found))

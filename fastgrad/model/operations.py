@@ -121,11 +121,11 @@ def _checked(
     if is_at_kink:
         report = _report(func, _next_to(leaves, settings), settings, scale)
     verdict = _VERDICTS.get(report.verdict, "undecided")
-    said = "" if verdict == "right" else str(report).partition("\n")[0]
+    failure_line = "" if verdict == "right" else str(report).partition("\n")[0]
     return replace(
         operation,
         verdict=verdict,
-        detail="; ".join(filter(None, (said, fewer and ON_FEWER_ROWS, AT_KINK if is_at_kink else ""))),
+        detail="; ".join(filter(None, (failure_line, fewer and ON_FEWER_ROWS, AT_KINK if is_at_kink else ""))),
         evaluations=operation.evaluations + report.evaluations,
         vjps=operation.vjps + report.vjps,
         report=report,

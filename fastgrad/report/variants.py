@@ -108,7 +108,7 @@ class VariantsReport(EqualByContent, Result):
 
     def _repr_html_(self) -> str:
         ran = [(row.path, row.verdict, seconds_text(row.seconds)) for row in self._ran]
-        said = [(row.path, row.verdict, row.detail) for row in self.rows if row.detail and row not in self.failed]
+        remarks = [(row.path, row.verdict, row.detail) for row in self.rows if row.detail and row not in self.failed]
         found = "".join(
             f"<details><summary>{escape(row.path)}: {escape(row.detail)}</summary>"
             f"<pre>{escape(str(row.detail if row.report is None else row.report))}</pre></details>"
@@ -117,7 +117,7 @@ class VariantsReport(EqualByContent, Result):
         sections = [
             html.section("What is wrong", found) if found else "",
             html.section("Variants", html.table(("variant", "verdict", "time"), ran, (2,))),
-            html.section("Remarks", html.table(("variant", "verdict", "why"), said)) if said else "",
+            html.section("Remarks", html.table(("variant", "verdict", "why"), remarks)) if remarks else "",
             html.section("What it cost", f"<p>{escape(seconds_text(self.seconds))}</p>"),
         ]
         kind = "undecided" if self.verdict == "incomplete" else self.verdict  # pages have no color for "incomplete"

@@ -353,6 +353,6 @@ def _picklable(report: Report) -> Report:
         if report.failure is None or report.failure.cause is None:
             raise
         cause = report.failure.cause
-        said = RuntimeError(f"{type(cause).__name__}: {cause}")
-        return replace(report, failure=replace(report.failure, cause=said))
+        shown = RuntimeError(f"{type(cause).__name__}: {cause}")
+        return replace(report, failure=replace(report.failure, cause=shown))
     return report

@@ -132,7 +132,7 @@ def _opcheck(subject: Subject) -> Outcome:
         raise NotApplicableError("func is not an operator of torch.library")
     operator: Any = subject.called
     found = torch.library.opcheck(operator, subject.arguments, dict(subject.keywords), raise_exception=False)
-    wrong = [f"{name}: {str(said).partition(chr(10))[0]}" for name, said in found.items() if said != "SUCCESS"]
+    wrong = [f"{name}: {str(result).partition(chr(10))[0]}" for name, result in found.items() if result != "SUCCESS"]
     return Outcome("failed", "; ".join(wrong)) if wrong else Outcome("passed")
 
 

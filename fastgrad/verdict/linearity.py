@@ -194,7 +194,7 @@ class LinearityTest:
         self.resolution = 0.0
 
     def take(self, gradients: Tensor, movement: float) -> None:
-        """Uses known VJPs of the cotangents, shape (kinds, n); movement: how much two runs of the first one differ."""
+        """Uses known VJPs of the cotangents, shape (kinds, n); movement: how far two runs of the first VJP differ."""
         self._gradients, self._variation = gradients, movement
 
     def certificate(self) -> Certificate:
@@ -472,8 +472,8 @@ def one_sign_failure(
 ) -> Failure | None:
     """The failure if VJPs of a positive and of a negative cotangent do not agree with that of one with both signs.
 
-    The positive one is small. The negative one is a quarter of the one with both signs minus the magnitudes of its
-    elements. cotangent: random, with both signs, shape (m,); gradient: its VJP, shape (n,).
+    The positive one is SMALL |cotangent|, and the negative one is cotangent / 4 - |cotangent|. cotangent: random, with
+    both signs, shape (m,); gradient: its VJP, shape (n,).
     """
     size = cotangent.abs()
     vectors = torch.stack([SMALL * size, 0.25 * cotangent - size, cotangent])

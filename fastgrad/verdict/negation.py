@@ -33,6 +33,7 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
     """
 
     def sum_with_negated(factors: Tensor) -> Tensor:
+        """The sum of the products of a vector and of the negated vector: zero for a linear map."""
         one, other = _products(problem, mode, factors)
         return one + other
 

@@ -191,7 +191,8 @@ class NumericalCertificate:
         self._base = look.base
         self.bound, self._count, self._margin, self._shares = 0.0, 1, 1.0, (1.0, 1.0)
         self._explained, self._unresolved, self._jumps = 0.0, 0.0, False
-        self._refuting: dict[int, float] = {}  # the step that refutes most, in units of eps, by output
+        # For each output, the step, in units of eps, with the largest difference that no entry explains.
+        self._refuting: dict[int, float] = {}
 
     @property
     def may_hide_entries(self) -> bool:

@@ -23,8 +23,8 @@ REPEATS = 2
 def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | None:
     """The failure if gradients with and without create_graph=True differ by more than the tolerances.
 
-    Training uses gradients without create_graph=True. Second derivatives are those of gradients with it. If gradients
-    of the same kind differ, too, func or its backward is not deterministic.
+    Training uses gradients without create_graph=True. Second derivatives need gradients with it. If gradients of the
+    same kind differ, too, func or its backward is not deterministic.
     """
     recorded, unrecorded = problem.base(), problem.evaluate(False, problem.zero_displacement())
     failure = _difference(problem, settings, "recorded gradient", "with it", recorded, "without", unrecorded)

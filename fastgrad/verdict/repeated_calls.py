@@ -326,12 +326,12 @@ class RepeatedCalls:
         if not bool((near(again, gradient, allowed) | infinite).all()):
             scales = cotangent.new_tensor([SUM_MULTIPLE, *RESCALED])[:, None]
             multiples = self._problem.vjp(scales * cotangent) / scales
-            # How the backward rounds, for example if it computes in float32. More than `allowed` is no rounding.
+            # How the backward rounds, for example if it computes in float32. A change beyond `allowed` is not rounding.
             changes = (multiples - again).abs().amax(0).nan_to_num(0.0, 0.0, 0.0)
             rounding = MEASURED * torch.minimum(changes, allowed)
             if not bool((near(again, gradient, allowed + rounding) | infinite).all()):
                 return self._sum_explanation(cotangent, again, allowed, scales, multiples)
-        # A difference beyond rounding may be an error of one call. It is within the tolerances, and is certified.
+        # A difference beyond rounding may be an error of one call. It is within the tolerances and is certified.
         difference = _largest_difference(again, gradient)
         if difference > ROUNDING * self._problem.unit_roundoff * largest(sizes):
             self._rounding = max(self._rounding, difference)

@@ -214,7 +214,7 @@ def _nonlinear_terms(
     error, sizes = first.sum(0).abs(), first.abs().sum(0)
     own = settings.loosest()
     allowed = own.atol + own.rtol * sizes
-    # If both are infinite, derivatives are, which are compared elsewhere. If only one is, it is wrong.
+    # If both sums are infinite, so are derivatives, which are compared elsewhere. If only one is, it is wrong.
     wrong = ~(error <= allowed) & (first[0].isfinite() | first[1:].sum(0).isfinite())
     if not bool(wrong.any()):
         return None
