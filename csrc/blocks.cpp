@@ -156,7 +156,7 @@ Groups::Groups(
       this->starts.device(), " and ", this->entry_starts.device());
   TORCH_CHECK(
       this->starts.numel() > 0 && this->starts.numel() == this->entry_starts.numel(),
-      "Groups: starts and entry_starts must each have an element more than there are groups, got ",
+      "Groups: starts and entry_starts must each have one element more than there are groups, got ",
       this->starts.numel(), " and ", this->entry_starts.numel());
 }
 

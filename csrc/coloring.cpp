@@ -26,7 +26,8 @@ struct Pattern {
     TORCH_CHECK(
         starts.is_cpu() && members.is_cpu(), name, ": starts and members must be on the CPU, got ", starts.device(),
         " and ", members.device());
-    TORCH_CHECK(starts.numel() > 0, name, ": starts must have an element more than there are vertices, got none");
+    TORCH_CHECK(
+        starts.numel() > 0, name, ": starts must have one element more than there are vertices, got no element");
     vertices = starts.numel() - 1;
     nonzeros = members.numel();
     start = starts.const_data_ptr<int64_t>();

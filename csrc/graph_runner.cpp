@@ -335,7 +335,7 @@ std::vector<at::Tensor> GraphRunner::vjp_of_zeros() {
 std::vector<at::Tensor> GraphRunner::vjp_of_undefined(std::optional<int64_t> one) {
   TORCH_CHECK(
       !one || (0 <= *one && *one < static_cast<int64_t>(outputs_.size())),
-      "vjp_of_undefined: one must be the number of one of ", outputs_.size(), " outputs, got ", one.value_or(0));
+      "vjp_of_undefined: one must be the number of an output, in [0, ", outputs_.size(), "), got ", one.value_or(0));
   if (state_ == State::nodes) {
     std::vector<at::Tensor> cotangents(outputs_.size());
     for (size_t k = 0; one && k < outputs_.size(); ++k) {
@@ -370,7 +370,8 @@ int64_t Graph::number_of(int64_t (GraphRunner::*number)() const) const {
 
 GraphRunner& Graph::of(int64_t output) {
   const auto count = static_cast<int64_t>(outputs_.size());
-  TORCH_CHECK(0 <= output && output < count, "output must be the number of one of ", count, " outputs, got ", output);
+  TORCH_CHECK(
+      0 <= output && output < count, "output must be the number of an output, in [0, ", count, "), got ", output);
   return get(count == 1 ? -1 : output);
 }
 

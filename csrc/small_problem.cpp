@@ -215,7 +215,7 @@ bool SmallProblem::take_outputs() {
 }
 
 std::shared_ptr<Graph> SmallProblem::shared_graph() const {
-  TORCH_CHECK(graph_ != nullptr, "SmallProblem: a problem that is not plain has no graph here");
+  TORCH_CHECK(graph_ != nullptr, "SmallProblem: the graph can be used only if the problem is plain");
   return graph_;
 }
 

@@ -33,7 +33,7 @@ class SmallProblem {
   const std::vector<InputBlock>& blocks() const { return blocks_; }
   const pybind11::object& result() const { return result_; }
   double seconds() const { return seconds_; }
-  // The part of these seconds in which the processor ran this process; on a CUDA device, all of them.
+  // The part of `seconds` in which the processor ran this process; on a CUDA device, all of them.
   double working_seconds() const { return working_seconds_; }
   // Where the arguments and outputs are.
   at::Device tensor_device() const { return device_; }
@@ -87,9 +87,9 @@ class SmallProblem {
   // The outputs at x + displacement (float64, shape (n,)): float64, shape (m,); or what changed about them.
   std::variant<at::Tensor, Changed> values_at(const at::Tensor& displacement) const;
 
-  // The largest absolute and relative error, by output and part as in WholeBackward, and by input. Nothing if something
-  // remains to be judged: an entry that is wrong; VJPs that move or do not add up; gradients of other sizes, or of
-  // other dtypes if check_dtypes; or gradients that should be zero and are not.
+  // The largest absolute and relative error, by output and part as in WholeBackward, and by input. Nothing if the
+  // complete check must decide: if an entry is wrong, if VJPs vary or do not add up, if gradients have other sizes or,
+  // with check_dtypes, other dtypes, or if gradients that should be zero are not.
   std::optional<std::vector<std::vector<std::pair<double, double>>>> errors(
       const WholeBackward& backward, const at::Tensor& columns, double atol, double rtol, bool check_dtypes) const;
 

@@ -168,8 +168,8 @@ bool is_plain_zero(const at::Tensor& gradient, const at::Tensor& input) {
 
 namespace {
 
-// An empty tensor like `output` in the worst layout that autograd may pass:
-// dimensions in reverse order of memory, and gaps of NaN, which a backward that ignores strides reads.
+// An empty tensor like `output` in a layout that autograd may pass and that shows most errors: dimensions in reverse
+// order of memory, and gaps of NaN, which a backward that ignores strides reads.
 at::Tensor gapped_and_transposed(const at::Tensor& output) {
   std::vector<int64_t> sizes = output.sizes().vec();
   std::reverse(sizes.begin(), sizes.end());

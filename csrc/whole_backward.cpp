@@ -161,13 +161,15 @@ bool add_up(
 }  // namespace
 
 std::vector<at::Tensor> vectorized_vjp(Graph& graph, int64_t output, const at::Tensor& cotangents) {
-  graph.of(output);  // refuses numbers of outputs that do not exist
+  graph.of(output);  // rejects numbers of outputs that do not exist
   const at::Tensor& own = graph.outputs()[output];
   TORCH_CHECK(
       cotangents.dim() == own.dim() + 1 && cotangents.sizes().slice(1) == own.sizes() &&
           cotangents.scalar_type() == own.scalar_type() && cotangents.device() == own.device(),
-      "vectorized_vjp: cotangents must look like output ", output, " behind their first dimension: ", own.scalar_type(),
-      own.sizes(), ", got ", cotangents.scalar_type(), cotangents.sizes());
+      "vectorized_vjp: cotangents must have the device, the dtype and, after their first dimension, the sizes of "
+      "output ",
+      output, ", ", own.device(), " ", own.scalar_type(), own.sizes(), ", got ", cotangents.device(), " ",
+      cotangents.scalar_type(), cotangents.sizes());
   check_vjp_memory(graph.outputs(), graph.inputs(), {cotangents});
   return batched_vjp(own, graph.inputs(), cotangents);
 }
@@ -206,7 +208,9 @@ WholeBackward whole_backward(
     Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
     int64_t fewest_vectorized, double atol, double rtol) {
-  TORCH_CHECK(fewest_vectorized == 0 || repeated == 0, "whole_backward: vectorized rows are not repeated");
+  TORCH_CHECK(
+      fewest_vectorized == 0 || repeated == 0, "whole_backward: repeated must be 0 if rows may be vectorized, got ",
+      repeated);
   WholeBackward whole;
   const std::vector<at::Tensor>& outputs = graph.outputs();
   const std::vector<at::Tensor>& arguments = graph.inputs();
@@ -330,7 +334,7 @@ std::optional<std::vector<std::pair<double, double>>> largest_errors(
   const int64_t m = columns.size(1);
   TORCH_CHECK(
       rows.is_contiguous() && columns.is_contiguous() && columns.device() == rows.device() && columns.size(0) == n,
-      "largest_errors: rows and columns must be contiguous, on one device, and of one Jacobian, got ", rows.sizes(),
+      "largest_errors: rows (rows, n) and columns (n, m) must be contiguous and on one device, got ", rows.sizes(),
       " and ", columns.sizes());
   // No sums or products of the arguments: they may overflow.
   TORCH_CHECK(

@@ -90,8 +90,8 @@ void check_range(const char* op, const char* name, const at::Tensor& indices, in
 void check_written(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(
       at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": ", name,
-      " must have a place in memory for each element that is written, got ", tensor.sizes(), " with strides ",
-      tensor.strides());
+      " must have a separate place in memory for each element, because it is written, got ", tensor.sizes(),
+      " with strides ", tensor.strides());
 }
 
 void check_apart(

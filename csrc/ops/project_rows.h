@@ -5,9 +5,9 @@
 
 namespace fastgrad {
 
-// sums[k, first_column + j] += sum_i cotangents[k, first_row + i * row_step] rows[i, j], and squares at the same places
-// += the sum of the squares of the same terms, which scales the rounding and the tolerance of the sum. The arguments
-// are offsets, not views, because making views would cost more than a small block.
+// sums[k, first_column + j] += sum_i cotangents[k, first_row + i * row_step] rows[i, j]. The sum of the squares of the
+// same terms, which scales the rounding and the tolerance of the sum, is added to `squares` at the same place. Offsets
+// are passed instead of views, because making views would cost more than a small block.
 // sums, squares: float64, shape (k, all columns), mutated in place. cotangents: float64, shape
 // (k, all rows). rows: float64, shape (rows, columns). Any strides.
 void project_rows_(

@@ -278,7 +278,7 @@ def test_two_million_nonzeros_take_seconds(pattern: Callable[[], tuple[Indices, 
 @pytest.mark.parametrize(
     ("starts", "members", "targets", "message"),
     [
-        ([], [], 1, "starts must have an element more than there are vertices, got none"),
+        ([], [], 1, "starts must have one element more than there are vertices, got no element"),
         ([0, 1], [0, 0], 1, "starts must rise from 0 to the number of members, 2, got 0 to 1"),
         ([1, 2], [0, 0], 1, "starts must rise from 0"),
         ([0, 2, 1, 2], [0, 0], 1, "starts must rise from 0"),
