@@ -80,11 +80,10 @@ class _ForwardScreen:
         self._hidden = torch.full_like(self._suspected, torch.inf)
         # The differences at `eps`, and the errors of the JVPs there.
         self._first: tuple[Differences, Tensor] | None = None
-        self._one_hot: Tensor | None = (
-            None  # the JVP of the one-hot tangent of `combined_tangents`, run before all others
-        )
+        # The JVP of the one-hot tangent of `combined_tangents`, which runs before all others.
+        self._one_hot: Tensor | None = None
         self._bound = settings.atol
-        self._unresolved = 0.0
+        self._unresolved = 0.0  # the largest possible error of an entry that no step resolved
         self._nonlinear = 0.0  # the error that may be hidden because jvp is linear only within its tolerance
 
     def run(self) -> Screening:

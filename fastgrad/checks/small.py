@@ -127,9 +127,9 @@ def _modes_agree(check: SmallCheck, backward_agrees: _Agree, forward_agrees: _Ag
 def _undecided_rows_agree(check: SmallCheck) -> bool:
     """Compares all entries after sums decided nothing, if this takes no more calls than sums at other steps.
 
-    Returns whether they agree; if not, the complete check decides. If entries are not compared, differences that changed
-    between steps are repeated here, because the complete check does not use them: func may have returned other values
-    once.
+    Returns whether they agree; if not, the complete check decides. If entries are not compared, differences that
+    changed between steps are repeated here, because the complete check does not use them: func may have returned other
+    values once.
     """
     problem, outputs = check.problem, outputs_of(check)
     if problem.is_custom or not compares_undecided_entries(problem, check.settings):

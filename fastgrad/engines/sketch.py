@@ -439,13 +439,13 @@ def residual_row(
     # For a few numbers, Python is faster than torch's operators, and one copy is enough to fetch them from a device.
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))
     values = [numerical[0] - analytical[0] for numerical, analytical in pairs]
-    slack = cotangent.scale * settings.atol / 4
+    threshold = cotangent.scale * settings.atol / 4
     if cotangent.expanded:  # this cotangent has no weights
         noise = differences.noise_norm
-        slack += 8 * CONSTANT * (math.inf if math.isnan(noise) else noise)
-    allowed = [slack] * len(values)
+        threshold += 8 * CONSTANT * (math.inf if math.isnan(noise) else noise)
+    allowed = [threshold] * len(values)
     for k, value in enumerate(values):
-        if abs(value) > slack:  # only then does rounding matter
+        if abs(value) > threshold:  # only then does rounding matter
             # Rounding of sums of terms whose errors have random signs.
             terms = differences.derivatives[k] * vector, differences.directions[k] * gradient
             norms = (float(torch.linalg.vector_norm(some)) for some in terms)

@@ -84,13 +84,13 @@ class AnalyticalCertificate:
         self._compression = compression
         self._row_failure = row_failure
         self._calls = calls or RepeatedCalls(problem, settings)
-        self._replaced: dict[int, Tensor] = {}
+        self._replaced: dict[int, Tensor] = {}  # the rows that were run separately, by number
         self._tests: Sequence[LinearityTest] = ()
         self._tested_kinds: tuple[GradOutputKind, ...] = ()
-        self._asked = 0.0
+        self._asked = 0.0  # the argument of `certify`
         self.values = values
-        self._owns_values = False
-        self._lacks_small_entries = False
+        self._owns_values = False  # whether `values` is a copy
+        self._lacks_small_entries = False  # whether the pattern lacks only entries that are too small to be detected
         self.bound = 0.0
         self.changed_by = 0.0
 

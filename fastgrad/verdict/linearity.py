@@ -189,9 +189,9 @@ class LinearityTest:
         self._sums = torch.zeros(len(kinds), problem.n, dtype=torch.float64, device=problem.device)
         self._squares = torch.zeros_like(self._sums)
         self._gradients: Tensor | None = None
-        self._variation = 0.0
-        self._most_terms = 1.0
-        self.resolution = 0.0
+        self._variation = 0.0  # how far VJPs of the same cotangents differ
+        self._most_terms = 1.0  # the largest number of terms of a sum
+        self.resolution = 0.0  # as from `suspects`
 
     def take(self, gradients: Tensor, movement: float) -> None:
         """Uses known VJPs of the cotangents, shape (kinds, n); movement: how far two runs of the first VJP differ."""

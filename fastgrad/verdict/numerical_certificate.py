@@ -190,6 +190,8 @@ class NumericalCertificate:
         self._compression = compression
         self._base = look.base
         self.bound, self._count, self._margin, self._shares = 0.0, 1, 1.0, (1.0, 1.0)
+        # The largest error that outputs may hide but that does not matter; the largest possible error of an entry that
+        # no step resolved; whether an output jumps next to x.
         self._explained, self._unresolved, self._jumps = 0.0, 0.0, False
         # For each output, the step, in units of eps, with the largest difference that no entry explains.
         self._refuting: dict[int, float] = {}
