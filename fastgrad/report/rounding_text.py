@@ -18,20 +18,25 @@ def passed(precision: LowPrecision) -> str:
     if precision.smallest is None:
         return "all compared gradients are zero"
     if not precision.reference:
-        return (
-            f"an error of {_percent(precision.smallest)} would have been found in half of {precision.products:,} "
-            f"directional derivatives, and an error of {_percent(precision.smallest_most)} in 90 % of them; "
-            "an error of a single entry may be hidden"
-        )
-    text = (
-        f"an error of about {_percent(precision.smallest)}, relative to the reference, would have been found in half "
-        f"of the compared entries, and an error of about {_percent(precision.smallest_most)} in 90 % of them"
-    )
+        where = f"{precision.products:,} directional derivatives"
+        return f"{_found(precision, '', '', where)}; an error of a single entry may be hidden"
+    text = _found(precision, "about ", ", relative to the reference,", "the compared entries")
     if precision.smallest_scale is not None:
         text += f"; an error of {_percent(precision.smallest_scale)} common to all entries would have been found"
     if precision.hidden:
         text += f"; in {_percent(precision.hidden)} of the entries, rounding may hide an error of 100 %"
     return text
+
+
+def _found(precision: LowPrecision, about: str, relative: str, where: str) -> str:
+    """The errors that would have been found in half and in 90 % of the entries, if there are such errors."""
+    smallest, most = precision.smallest, precision.smallest_most
+    if smallest is None or not math.isfinite(smallest):
+        return f"rounding may hide errors of any size in half of {where}"
+    text = f"an error of {about}{_percent(smallest)}{relative} would have been found in half of {where}"
+    if most is None or not math.isfinite(most):
+        return f"{text}; rounding may hide errors of any size in 10 % of them"
+    return f"{text}, and an error of {about}{_percent(most)} in 90 % of them"
 
 
 def lines(precision: LowPrecision) -> list[str]:
@@ -123,7 +128,5 @@ def index_text(index: Sequence[int]) -> str:
     return f"[{', '.join(str(i) for i in index)}]" if index else ""
 
 
-def _percent(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "any size"
-    return f"{100 * value:.2g} %" if value < 10 else f"{value:.0f} times"
+def _percent(value: float) -> str:
+    return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.0f} %"

@@ -12,9 +12,11 @@ import torch
 
 import fastgrad
 from fastgrad.diagnosis import experiments
+from fastgrad.report import rounding_text
 from fastgrad.report.data import Plan
 from fastgrad.report.evidence import Cause, CauseName
 from fastgrad.report.failure import Comparison, Entry, Failure, FailureKind
+from fastgrad.report.low_precision import LowPrecision
 from fastgrad.report.messages import engine_line, failure_message, verdict_line
 from fastgrad.report.number_text import digits_apart
 from fastgrad.report.report import Report
@@ -639,3 +641,30 @@ def test_a_single_entry_row_or_variant_is_named_in_the_singular() -> None:
     assert repr(variants) == "<VariantsReport: passed, 1 variant>"
     low = fastgrad.check(torch.sin, x.detach().bfloat16().requires_grad_())
     assert "6 entries of 6 VJPs (5 random grad_outputs and the only row)" in str(low)
+
+
+@pytest.mark.parametrize(
+    ("smallest", "most", "text"),
+    [
+        (
+            0.011,
+            1.5,
+            "an error of about 1.1 %, relative to the reference, would have been found in half of the compared entries"
+            ", and an error of about 150 % in 90 % of them",
+        ),
+        (
+            0.5,
+            math.inf,
+            "an error of about 50 %, relative to the reference, would have been found in half of the compared entries; "
+            "rounding may hide errors of any size in 10 % of them",
+        ),
+        (math.inf, math.inf, "rounding may hide errors of any size in half of the compared entries"),
+    ],
+)
+def test_errors_that_would_have_been_found_in_a_lower_dtype(smallest: float, most: float, text: str) -> None:
+    precision = LowPrecision(reference="func in float64", smallest=smallest, smallest_most=most)
+    assert rounding_text.passed(precision) == text
+    if smallest < math.inf:
+        by_differences = rounding_text.passed(LowPrecision(products=4, smallest=smallest, smallest_most=most))
+        assert by_differences.startswith(f"an error of {100 * smallest:g} % would have been found in half of 4 dire")
+        assert by_differences.endswith("; an error of a single entry may be hidden")
