@@ -38,7 +38,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.validation import disabled_gradients
 from fastgrad.report.data import Plan
-from fastgrad.report.failure import Failure
+from fastgrad.report.failure import Failure, Mode
 from fastgrad.report.number_text import count as counted
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
@@ -62,6 +62,7 @@ from fastgrad.verdict.tangents import (
 )
 
 if TYPE_CHECKING:
+    from fastgrad.checks.sketch import Screening
     from fastgrad.report.evidence import Sample
     from fastgrad.sharding.problem import Partition
 
@@ -328,7 +329,8 @@ def _all_entries(
 ) -> tuple[Plan, Failure | None]:
     """Compares every entry of every Jacobian: those of a sparsity pattern if that costs less, otherwise all."""
     look, obstacle = None, ""
-    _raise_at_first_row(problem, settings, findings)
+    first: Mode = "reverse" if settings.check_backward_ad else "forward"
+    _raise_at_first(first, problem, findings)
     try:
         known = findings.look if isinstance(findings, SmallCheck) else None
         look = first_look(problem, settings, known) if takes_first_look(problem, settings) else None
@@ -338,7 +340,7 @@ def _all_entries(
             outcome = check_by_structure(problem, settings, look, calls, findings)
             if outcome is not None:
                 return outcome
-            _raise_at_first_row(problem, settings, findings)
+            _raise_at_first(first, problem, findings)
     except OUT_OF_MEMORY:
         obstacle = "; the compressed engine ran out of memory"
     plan = make_plan(problem, settings, look)
@@ -361,13 +363,19 @@ def _all_entries(
             return plan, failure
 
 
-def _raise_at_first_row(problem: Problem, settings: Settings, findings: Findings) -> None:
-    """Raises what backward raises for the first row, if a call has raised. The checks would end with it, but later."""
-    output, raised = next((block for block in problem.outputs if block.size), None), findings.early or problem.vjp_error
-    if raised is None or output is None or not problem.has_graph or not settings.check_backward_ad:
+def _raise_at_first(mode: Mode, problem: Problem, findings: Findings) -> None:
+    """Raises what the first row, or the first column of forward mode, raises, if a call has raised.
+
+    The checks would end with this exception, but only after all differences.
+    """
+    raised = findings.early or problem.derivative_error
+    if raised is None or not problem.m or not problem.n or not problem.has_graph:
         return
     try:
-        problem.row(output.first, output)
+        if mode == "forward":
+            problem.tangent_columns(0, 1)
+        else:
+            problem.row(0, block_with(problem.outputs, 0))
     except Exception as error:
         raise_unless_of_func(error)
         # A backward that has changed its inputs may now raise with another text.
@@ -397,23 +405,24 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
         return _exact(problem, settings, findings)
 
     plan = make_sketch_plan(settings)
-    _raise_at_first_row(problem, settings, findings)
     if not problem.m:
         if isinstance(problem.func, Backward):
             problem.evaluate(False)  # raises if only the first call returned None for all inputs
         return plan, None  # nothing to compare
     if not problem.has_graph:
-        screens = [screen_constant]
+        screens: dict[Mode, Callable[[Problem, Settings], Screening]] = {"reverse": screen_constant}
     else:
-        modes = (settings.check_backward_ad, screen), (settings.check_forward_ad, screen_forward)
-        screens = [run for is_checked, run in modes if is_checked]
-    for run in screens:
+        screens = {"reverse": screen} if settings.check_backward_ad else {}
+        screens |= {"forward": screen_forward} if settings.check_forward_ad else {}
+    for mode, run in screens.items():
+        _raise_at_first(mode, problem, findings)
         try:
             found = run(problem, settings)
         except Exception as error:
             raise_unless_of_func(error)
             if not is_affordable(problem):
                 raise
+            _raise_at_first(mode, problem, findings)
             # func raised next to x. If it does not raise for steps of single coordinates, the exact engine may decide.
             raise_if_transient(error, partial(run, problem, settings))
             return exactly("func raised next to the inputs")
@@ -426,8 +435,8 @@ def _screened(problem: Problem, settings: Settings, findings: Findings) -> tuple
             raise found.raised
         if found.failure is not None and found.failure.kind in ("nonlinear", "raises") and is_affordable(problem):
             # The exact engine names the output and the input of the entry.
-            derivative = "jvp" if found.failure.mode == "forward" else "backward"
-            exact_plan, failure = exactly(f"{derivative} is not linear")
+            what = "jvp" if found.failure.mode == "forward" else "backward"
+            exact_plan, failure = exactly(f"{what} is not linear")
             return (plan, found.failure) if failure is None else (exact_plan, failure)
         if found.failure is not None:
             return plan, found.failure

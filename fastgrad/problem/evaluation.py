@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import process_time
 from typing import Any, TypeVar
@@ -52,8 +53,21 @@ def evaluated_and_restored(func: Callable[..., Any], arguments: tuple[Any, ...])
     return results
 
 
+@contextmanager
+def derivative_error_kept(problem: Evaluation) -> Iterator[None]:
+    """Keeps an exception of VJPs or JVPs in `derivative_error`, unless memory was lacking."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OUT_OF_MEMORY):
+            problem.derivative_error = error
+        raise
+
+
 class Evaluation:
     """The outputs of func at x and at perturbed points; see `fastgrad.problem.problem.Problem`."""
+
+    derivative_error: Exception | None = None
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from fastgrad.core import native, torch_private
 from fastgrad.core.memory import Result, repeats_if_memory_lacks
 from fastgrad.core.phases import phase
 from fastgrad.problem.coordinates import Block
-from fastgrad.problem.evaluation import Evaluation
+from fastgrad.problem.evaluation import Evaluation, derivative_error_kept
 from fastgrad.problem.validation import changed_message
 
 
@@ -136,7 +136,8 @@ class ForwardMode(Evaluation):
         torch_private.load_decompositions()
         products = torch.empty(directions.shape[0], self.m, dtype=torch.float64, device=self.device)
         run = partial(self._evaluator.jvps, directions, undefined, products, self._specs)
-        changed, match = native.at_dual_level(run)
+        with derivative_error_kept(self):
+            changed, match = native.at_dual_level(run)
         self.jvps += directions.shape[0]
         self.domains_match = self.domains_match and match
         if changed is not None:

@@ -56,6 +56,8 @@ class Problem(Differences, ReverseMode, ForwardMode):
         The evaluations that gave other values when they were repeated, as text.
     unspecified
         The largest magnitude so far of an entry of a VJP at an element that a sparse input does not specify.
+    derivative_error
+        The last exception that `vjps_of` or `jvps_of` has raised.
     evaluations, vjps, jvps
         Numbers of calls of func, of VJPs and of JVPs so far; a JVP is one of the evaluations.
     """

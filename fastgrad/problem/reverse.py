@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native
-from fastgrad.core.memory import OUT_OF_MEMORY, repeats_if_memory_lacks
+from fastgrad.core.memory import repeats_if_memory_lacks
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import modulus
 from fastgrad.core.random import GRAPH_STREAM, uniform_like
 from fastgrad.problem.coordinates import Block
-from fastgrad.problem.evaluation import Evaluation
+from fastgrad.problem.evaluation import Evaluation, derivative_error_kept
 
 
 class ReverseMode(Evaluation):
@@ -23,12 +23,9 @@ class ReverseMode(Evaluation):
     ----------
     modified_cotangent, modified_output
         The index of an output whose grad_output, or whose value, backward has modified; -1: none.
-    vjp_error
-        The last exception that a VJP by `vjps_of` has raised.
     """
 
     modified_cotangent = modified_output = -1
-    vjp_error: Exception | None = None
 
     @phase("analytical rows")
     @repeats_if_memory_lacks
@@ -157,12 +154,8 @@ class ReverseMode(Evaluation):
         only: per row, the index of the only output that gets a grad_output; -1: all outputs get one.
         """
         graph = self.vjp_graph()
-        try:
+        with derivative_error_kept(self):
             products, match = native.vjp_coordinates(graph, self._natives, cotangents, layouts, only)
-        except Exception as error:
-            if not isinstance(error, OUT_OF_MEMORY):
-                self.vjp_error = error
-            raise
         self._note_vjps(graph, len(only), match)
         return products, match
 

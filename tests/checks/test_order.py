@@ -295,6 +295,24 @@ def test_cost_of_a_custom_backward_that_raises(n: int, fast_mode: bool) -> None:
     assert calls == 1
 
 
+@pytest.mark.parametrize(("fast_mode", "most"), [(False, 20), (True, 9)])
+def test_cost_of_a_jvp_that_is_not_implemented(fast_mode: bool, most: int) -> None:
+    class WithoutJvp(Squared):
+        jvp = torch.autograd.Function.jvp
+
+    calls = 0
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return WithoutJvp.apply(x)
+
+    x = torch.linspace(0.1, 1, 400, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="You must implement the jvp function"):
+        fastgrad.gradcheck(func, (x,), check_forward_ad=True, check_backward_ad=False, fast_mode=fast_mode)
+    assert calls <= most
+
+
 def test_an_output_is_judged_before_what_the_next_one_raises() -> None:
     class Raises(torch.autograd.Function):
         @staticmethod
