@@ -96,15 +96,15 @@ InputBlock::InputBlock(
   const int64_t expected = elements ? elements->numel() : argument.numel();
   TORCH_CHECK(
       this->values.numel() == expected, "InputBlock: values must have ", expected,
-      " elements, as many as the argument has coordinates for, got ", this->values.numel());
+      " elements, one for each element that is perturbed, got ", this->values.numel());
   if (elements.has_value()) {
     check_indices("InputBlock", "elements", *elements);
   }
   if (stand_in.has_value()) {
     TORCH_CHECK(
         stand_in->sizes() == argument.sizes() && stand_in->scalar_type() == argument.scalar_type(),
-        "InputBlock: stand_in must look like the argument, ", argument.scalar_type(), argument.sizes(), ", got ",
-        stand_in->scalar_type(), stand_in->sizes());
+        "InputBlock: stand_in must have the dtype and the sizes of the argument, ", argument.scalar_type(),
+        argument.sizes(), ", got ", stand_in->scalar_type(), stand_in->sizes());
     own_values = memory_of(argument);
     check_storage("InputBlock", "argument", own_values);
     own_origin = own_values.clone();
@@ -205,7 +205,7 @@ std::vector<at::Tensor> arguments_of(const std::vector<InputBlock>& inputs) {
 }
 
 at::Tensor flattened(const std::vector<at::Tensor>& tensors) {
-  TORCH_CHECK(!tensors.empty(), "flattened: tensors must be one or more");
+  TORCH_CHECK(!tensors.empty(), "flattened: tensors must hold at least one tensor, got none");
   int64_t total = 0;
   for (const at::Tensor& tensor : tensors) {
     check_differentiable("flattened", "a tensor", tensor);

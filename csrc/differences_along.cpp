@@ -210,8 +210,8 @@ std::variant<Derivatives, Changed> Evaluator::differences_along(
     const std::vector<OutputSpec>& outputs, const std::vector<double>& ulps) {
   const auto count = static_cast<int64_t>(along.streams.size());
   TORCH_CHECK(
-      along.points.size() == along.streams.size(), "differences_along: points must be one for each of ", count,
-      " streams, got ", along.points.size());
+      along.points.size() == along.streams.size(), "differences_along: points must have one element for each of ",
+      count, " streams, got ", along.points.size());
   check_parts("differences_along", along);
   int64_t most = 0;
   for (const int64_t points : along.points) {
@@ -220,7 +220,7 @@ std::variant<Derivatives, Changed> Evaluator::differences_along(
     most = std::max(most, points);
   }
   TORCH_CHECK(
-      ulps.size() == outputs.size(), "differences_along: ulps must be one for each of ", outputs.size(),
+      ulps.size() == outputs.size(), "differences_along: ulps must have one element for each of ", outputs.size(),
       " outputs, got ", ulps.size());
   const int64_t m = total(outputs);
   const auto check_base = [&] {

@@ -390,8 +390,8 @@ std::optional<std::tuple<int64_t, int64_t, py::object>> Evaluator::values_along(
     const std::vector<OutputSpec>& outputs, bool record_graph) {
   check_vector("values_along", "displacement", displacement, size_);
   TORCH_CHECK(
-      values.size() == scales.size(), "values_along: values must be as many as scales, ", scales.size(), ", got ",
-      values.size());
+      values.size() == scales.size(), "values_along: values must have as many elements as scales, ", scales.size(),
+      ", got ", values.size());
   for (const at::Tensor& row : values) {
     check_vector("values_along", "values", row, total(outputs));
     check_written("values_along", "values", row);

@@ -59,7 +59,7 @@ std::tuple<std::optional<std::tuple<int64_t, int64_t, py::object>>, bool> Evalua
   check_columns("tangent_columns", columns, outputs);
   check_coordinates("tangent_columns", first, columns.size(0));
   TORCH_CHECK(
-      tangents.size() == blocks_.size(), "tangent_columns: tangents must be one for each of ", blocks_.size(),
+      tangents.size() == blocks_.size(), "tangent_columns: tangents must have one element for each of ", blocks_.size(),
       " inputs, got ", tangents.size());
   std::vector<at::Tensor> zeros;
   for (const at::Tensor& tangent : tangents) {
@@ -176,7 +176,9 @@ std::variant<std::vector<at::Tensor>, Changed> Evaluator::tangents(
 
 std::variant<std::vector<at::Tensor>, Changed> Evaluator::batched_tangents(
     int64_t input, const at::Tensor& tangents_of_input, const std::vector<OutputSpec>& outputs) {
-  TORCH_CHECK(tangents_of_input.dim() > 0, "batched_tangents: tangents must have a first dimension to batch over");
+  TORCH_CHECK(
+      tangents_of_input.dim() > 0,
+      "batched_tangents: tangents must have at least one dimension, that of the batch, got none");
   const BatchLevel batch;
   auto found = tangents(input, at::_add_batch_dim(tangents_of_input, 0, batch.level), outputs);
   if (auto* const batched = std::get_if<std::vector<at::Tensor>>(&found)) {

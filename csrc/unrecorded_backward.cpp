@@ -133,8 +133,8 @@ UnrecordedBackward::Forward UnrecordedBackward::forward(
 
 std::vector<at::Tensor> UnrecordedBackward::call(const py::tuple& arguments) {
   TORCH_CHECK(
-      static_cast<int64_t>(arguments.size()) >= count_, "UnrecordedBackward: arguments must be at least ", count_,
-      ", got ", arguments.size());
+      static_cast<int64_t>(arguments.size()) >= count_,
+      "UnrecordedBackward: arguments must hold at least as many as count, ", count_, ", got ", arguments.size());
   const py::tuple given = part(arguments, 0, count_);
   const py::tuple grad_outputs = part(arguments, count_, arguments.size());
   const auto requiring_grad = [](const py::tuple& values, int64_t position) {

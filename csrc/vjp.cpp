@@ -472,7 +472,7 @@ GradientsMatch vjp_rows(
   TORCH_CHECK(
       repeated.size(0) <= count, "vjp_rows: repeated must have at most as many rows as rows, ", count, ", got ",
       repeated.size(0));
-  TORCH_CHECK(!imaginary || output.is_complex(), "vjp_rows: output must be complex to have imaginary parts");
+  TORCH_CHECK(!imaginary || output.is_complex(), "vjp_rows: output must be complex if imaginary is true");
   GradientsMatch match;
   Unspecified unspecified;
   const int64_t width = coordinates_per_element(output);

@@ -248,7 +248,7 @@ def test_native_calls_refuse_what_does_not_fit() -> None:
     refused("undefined must be empty, or one of", "jvps", rows, [0, 2])
     refused("input must be in", "tangents", 1, rows)
     refused("input must be in", "batched_tangents", -1, rows)
-    refused("must have a first dimension", "batched_tangents", 0, torch.ones((), dtype=torch.float64))
+    refused("must have at least one dimension", "batched_tangents", 0, torch.ones((), dtype=torch.float64))
     refused("must have shape", "tangent_errors", rows, columns, 1e-5, 1e-3)
     refused("must have shape", "tangent_errors", columns, rows, 1e-5, 1e-3)
 
