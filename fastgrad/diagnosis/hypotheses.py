@@ -246,8 +246,8 @@ class Hypotheses:
                 return one.u * one.gradient, one.v * self._slope_along(one.u, away)
 
             text = (
-                f"the gradient is right for {name}, not for {own}: a saved tensor was changed, or backward computes "
-                "with this value"
+                f"the gradient would be right for {name} in place of {own}: a saved tensor was changed, or backward "
+                "computes with this value"
             )
             try:
                 found = self._explained("saved tensor", text, there)

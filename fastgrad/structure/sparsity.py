@@ -224,7 +224,7 @@ def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], react
     places = np.minimum(np.searchsorted(ascending, results), values.size - 1)
     known = ascending[places] == results
     return Pattern(
-        starts_of(known), order[places[known]], values.size, "guessed from equal values: elements are only moved"
+        starts_of(known), order[places[known]], values.size, "guessed from equal values: func only moves elements"
     )
 
 

@@ -78,7 +78,7 @@ def own(attack: Attack, seed: int, mode: str, engine: str) -> dict[str, Any]:
 def _is_later(attack: Attack, report: fastgrad.Report) -> bool:
     """Whether gradients are wrong only after the last call that the report covers."""
     first = re.search(r"from the (\d+)th on", attack.name)
-    claims = [re.search(r", up to its call (\d+)", certificate.claim) for certificate in report.certificates]
+    claims = [re.search(r", up to call (\d+) of backward", certificate.claim) for certificate in report.certificates]
     calls = [int(claim[1]) for claim in claims if claim]
     return report.passed and first is not None and bool(calls) and max(calls) < int(first[1])
 
