@@ -351,7 +351,7 @@ def test_the_report_says_what_was_re_measured() -> None:
     report = check(torch.sqrt, (leaf(1e-6, 1.0),), Settings())
     assert report.passed
     assert "1 of 4 entries" in report.notes[0]
-    assert "agree when measured again" in report.notes[0]
+    assert "when measured again with other steps" in report.notes[0]
 
 
 NEAR_TIES: dict[str, Func] = {
