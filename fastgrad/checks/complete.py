@@ -39,7 +39,7 @@ from fastgrad.problem.second_order import Backward
 from fastgrad.problem.validation import disabled_gradients
 from fastgrad.report.data import Plan
 from fastgrad.report.failure import Failure, Mode
-from fastgrad.report.number_text import count as counted
+from fastgrad.report.number_text import count
 from fastgrad.report.report import Report
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
@@ -345,9 +345,10 @@ def _all_entries(
         obstacle = "; the compressed engine ran out of memory"
     plan = make_plan(problem, settings, look)
     plan = replace(plan, reason=plan.reason + obstacle) if obstacle else plan
-    count = 2 * problem.n + problem.m
-    evaluations = count + cost_model.COSTS.jvp_evaluations * problem.n * settings.check_forward_ad
-    problem.progress.start(count, look.measured * evaluations if look else 0.0, counted(count, "call"))
+    planned = 2 * problem.n + problem.m
+    evaluations = planned + cost_model.COSTS.jvp_evaluations * problem.n * settings.check_forward_ad
+    seconds = look.measured * evaluations if look else 0.0
+    problem.progress.start(planned, seconds, count(planned, "call"))
     while True:
         own = Findings(backward=findings.backward, early=findings.early, columns=findings.columns)
         try:

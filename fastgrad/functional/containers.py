@@ -34,15 +34,21 @@ def as_tensors(value: Any, what: str, name: str) -> tuple[bool, Tensors]:
                 f"The {what} given to {name} must be either a Tensor or a tuple of Tensors, but {where} has type "
                 f"{type(each)}."
             )
-    if is_tuple and not value and what == "inputs":
+    return is_tuple, value if is_tuple else (value,)
+
+
+def as_inputs(value: Any, name: str) -> tuple[bool, Tensors]:
+    """Like `as_tensors`, for inputs, which must be at least one, and floating point or complex."""
+    is_tuple, inputs = as_tensors(value, "inputs", name)
+    if not inputs:
         raise ValueError(f"The inputs given to {name} must hold at least one Tensor, got an empty tuple.")
-    for i, each in enumerate(value if is_tuple else (value,)):
-        if what == "inputs" and not is_differentiable(each):
+    for i, one in enumerate(inputs):
+        if not is_differentiable(one):
             where = f"the value at index {i}" if is_tuple else "the given input"
             raise RuntimeError(
-                f"The inputs given to {name} must be floating point or complex, but {where} has dtype {each.dtype}."
+                f"The inputs given to {name} must be floating point or complex, but {where} has dtype {one.dtype}."
             )
-    return is_tuple, value if is_tuple else (value,)
+    return is_tuple, inputs
 
 
 def vector(v: Any, like: Tensors, is_tuple: bool, name: str) -> Tensors:

@@ -24,6 +24,7 @@ from fastgrad.functional.containers import (
     Parts,
     Sparse,
     Tensors,
+    as_inputs,
     as_tensors,
     check_tracked,
     is_sparse_enough,
@@ -142,7 +143,7 @@ def jacobian(
     [[2.0, 0.0], [0.0, 4.0]]
     """
     check_callable(func)
-    is_tuple, given = as_tensors(inputs, "inputs", "jacobian")
+    is_tuple, given = as_inputs(inputs, "jacobian")
     options = _options(create_graph, strict, vectorize, sparse)
     forward = _check_options("jacobian", options, strategy, numerical, return_error)
     if numerical:
@@ -202,7 +203,7 @@ def hessian(
     [[2.0, 0.0], [0.0, 2.0]]
     """
     check_callable(func)
-    is_tuple, given = as_tensors(inputs, "inputs", "hessian")
+    is_tuple, given = as_inputs(inputs, "hessian")
     options = _options(create_graph, strict, vectorize, sparse)
     forward = _check_options("hessian", options, outer_jacobian_strategy, numerical, return_error)
     if numerical:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from fastgrad.functional.containers import as_tensors, vector
+from fastgrad.functional.containers import as_inputs, vector
 from fastgrad.functional.numerical import numerical_hessian_product, numerical_jvp, numerical_vjp
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.caller_state import restores_caller_state
@@ -196,7 +196,7 @@ def _product(
     check_callable(func)
     create_graph, strict = as_bool("create_graph", create_graph), as_bool("strict", strict)
     check_product_options(create_graph, strict, numerical, return_error)
-    is_tuple, given = as_tensors(inputs, "inputs", name)
+    is_tuple, given = as_inputs(inputs, name)
     if not numerical:
         of_torch: Callable[..., tuple[Any, Any]] = getattr(torch.autograd.functional, name)
         return of_torch(func, inputs, v, create_graph=create_graph, strict=strict)
