@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from fastgrad.engines import cost_model
@@ -11,4 +9,4 @@ from fastgrad.engines import cost_model
 
 def set_costs(monkeypatch: pytest.MonkeyPatch, **costs: float) -> None:
     """Replaces the named costs, so that the choices do not depend on the machine."""
-    monkeypatch.setattr(cost_model, "COSTS", replace(cost_model.COSTS, **costs))  # type: ignore[arg-type]
+    monkeypatch.setattr(cost_model, "COSTS", cost_model.COSTS._replace(**costs))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fastgrad.checks.one_block import jacobian, product_at_hand, runs_single_rows, same_afterwards, whole_backward
 from fastgrad.checks.small_forward import batched_tangents_agree, columns_agree, products_agree
-from fastgrad.checks.small_pattern import entries_agree, guessed_pattern
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_sums import (
     changing_steps_repeat,
@@ -30,7 +29,14 @@ from fastgrad.core.memory import OUT_OF_MEMORY, lacks_again
 from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
 from fastgrad.core.precision import ROUNDING, relative_step
-from fastgrad.engines.plan import compares_undecided_entries, is_one_block, sketches, sums_fit, takes_first_look
+from fastgrad.engines.plan import (
+    compares_undecided_entries,
+    is_one_block,
+    sketches,
+    small_pattern_pays,
+    sums_fit,
+    takes_first_look,
+)
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.second_order import Backward
 from fastgrad.problem.small_backward import SmallBackward
@@ -107,9 +113,13 @@ def _values_pass(check: SmallCheck) -> bool:
     problem, settings = check.problem, check.settings
     if sketches(problem, settings):
         return sums_fit(problem, settings) and _modes_agree(check, sums_agree, products_agree)
-    pattern = guessed_pattern(check)
-    if pattern is not None and entries_agree(check, pattern):
-        return True
+    pattern = None
+    if small_pattern_pays(problem, 1, 1):
+        from fastgrad.checks.small_pattern import entries_agree, guessed_pattern  # here to keep `import fastgrad` fast
+
+        pattern = guessed_pattern(check)
+        if pattern is not None and entries_agree(check, pattern):
+            return True
     if not check.is_consistent or not is_one_block(problem, settings) or takes_first_look(problem, settings):
         return False
     if settings.check_backward_ad and problem.is_custom and not runs_single_rows(problem):

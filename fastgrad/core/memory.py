@@ -10,11 +10,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-try:
-    import resource
-except ImportError:  # not a POSIX system
-    resource = None  # type: ignore[assignment]
-
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -92,7 +87,9 @@ def _left_by_groups(proc: Path, cgroups: Path) -> Iterator[int]:
 
 
 def _address_space() -> int | None:
-    if resource is None:
+    try:
+        import resource  # imported here to keep `import fastgrad` fast
+    except ImportError:  # not a POSIX system
         return None
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if soft == resource.RLIM_INFINITY else soft

@@ -31,7 +31,7 @@ REPEATED_GROUPS = 2
 """Number of row groups of each output that are run twice; certificates test the other groups."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Grouping:
     """The columns of a pattern, or the rows of one output, in groups."""
 

@@ -6,11 +6,10 @@ compressed engine and random vectors may miss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class CostModel:
+class CostModel(NamedTuple):
     """The constants that decide between the engines: costs of their parts, and limits for trials.
 
     Costs are in seconds, in bytes, or in the number of evaluations of func that take the same time.

@@ -66,7 +66,7 @@ class NoisyDerivatives(Protocol):
     def noise(self) -> Tensor: ...
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Differences:
     """Directional derivatives by differences, all inputs perturbed together.
 
@@ -339,7 +339,7 @@ def all_count_fully(weight: Tensor) -> bool:
     return not weight.numel() or float(weight.amin()) == 1.0
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Cotangent:
     """A row of V: a function that makes its vector in R^m, its kind, the factor of its threshold, and its layout.
 
@@ -390,7 +390,7 @@ def cotangents(
         yield Cotangent(partial(values, kind, count), kind.text, abs(kind.scale), kind.layout)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Sketch:
     """S = V^T (J_num - J_ana) U and its allowed errors: lists with a row per cotangent and a column per direction.
 

@@ -188,7 +188,7 @@ class Call:
         return tuple(tensor for _, tensor in found)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Parameter:
     """A parameter of a module: its first name, and the modules that hold it, each with the parameter's name there."""
 

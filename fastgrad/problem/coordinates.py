@@ -19,7 +19,7 @@ from fastgrad.core import torch_private
 from fastgrad.core.tensors import element_index
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """The coordinates of one differentiable tensor.
 

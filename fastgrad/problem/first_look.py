@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgrad.core.errors import unless_rejected
@@ -19,6 +18,9 @@ from fastgrad.core.random import GRAPH_STREAM, direction
 from fastgrad.core.tensors import differ, largest
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 CALL_SECONDS, NODE_SECONDS, CUSTOM_SECONDS, COORDINATE_SECONDS = 3e-6, 1.2e-6, 2.4e-6, 2e-9
 """Usual seconds of an evaluation: per call, and in addition per node of its graph, per custom Function, and per
@@ -34,7 +36,7 @@ second number. Then its measured seconds are used, without the time of other pro
 and coordinates are used, so that the choices on a busy machine are the same as on an idle one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FirstLook:
     """Results of a few evaluations at x and at one point next to it.
 

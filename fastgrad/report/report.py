@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.autograd.gradcheck import GradcheckError as TorchGradcheckError
@@ -50,7 +49,6 @@ class Result(ABC):
             raise GradcheckError(str(self), cast(Any, self)) from getattr(failure, "cause", None)
 
 
-@dataclass(frozen=True, eq=False)
 class Report(ReportData, Result):
     """The result of one check; its truth value is `passed`.
 

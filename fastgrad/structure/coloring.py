@@ -8,14 +8,14 @@ Index arrays are NumPy arrays, because torch's default device and dispatch modes
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fastgrad.core import native
 
-Indices = NDArray[np.int64]
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def color(starts: Indices, members: Indices, targets: int) -> Indices:

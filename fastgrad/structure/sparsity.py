@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastgrad.problem.coordinates import Block
 from fastgrad.structure import coloring
 from fastgrad.structure.coloring import Indices
 
-Mask = NDArray[np.bool_]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Values = np.ndarray[Any, np.dtype[np.float64]]
 
 DENSE_SHARE = 1 / 16
 """A row with more than this share of the entries of the largest row is dense, too."""
@@ -48,7 +49,7 @@ the prediction. If it is larger, probes are repeated. Curvature within steps of 
 explain more."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pattern:
     """Entries that may differ from zero, row by row: CSR over the real coordinates of outputs and inputs.
 
@@ -208,7 +209,7 @@ def guess_in_order(inputs: Sequence[Block], outputs: Sequence[Block]) -> Pattern
     return Pattern(starts, starts[:-1], n, "guessed element by element in C order")
 
 
-def guess_moved(values: NDArray[np.float64], results: NDArray[np.float64], reacted: Mask) -> Pattern | None:
+def guess_moved(values: Values, results: Values, reacted: Mask) -> Pattern | None:
     """The pattern of a function that only moves elements: each result depends on the input element of equal value.
 
     values: the inputs at x, shape (n,). results: the outputs at x, shape (m,). reacted: which outputs reacted in the

@@ -43,7 +43,7 @@ FEW_PLACES = 8
 """Largest number of indices along a dimension that an extent lists one by one."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Findings:
     """What a check finds in addition to its verdict.
 
@@ -144,7 +144,7 @@ def tolerances(
     return atol[columns], rtol[columns]
 
 
-@dataclass
+@dataclass(eq=False)
 class PairComparison:
     """Compares the two Jacobians of one output with respect to one input, block by block.
 

@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -123,8 +122,8 @@ def share_all() -> list[int]:
     problem.WORTH_SHARING, workers._SEGMENT = -1.0, 512
     # Costs of a fast machine, so that one rank and several choose the same engines and VJPs on a busy one.
     one_block.SHARED_SECONDS = math.inf
-    cost_model.COSTS = replace(
-        cost_model.COSTS, guess_seconds=math.inf, trial_seconds=math.inf, vectorized_seconds=math.inf
+    cost_model.COSTS = cost_model.COSTS._replace(
+        guess_seconds=math.inf, trial_seconds=math.inf, vectorized_seconds=math.inf
     )
     parts, part = [0], problem.PartitionedProblem.part
     begin = workers.Workers._next_part
