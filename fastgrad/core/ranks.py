@@ -44,7 +44,7 @@ _checks: Counter[str] = Counter()
 
 
 _free_connections: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
-"""Connections to the stores of groups that no check uses at present; a later check takes them."""
+"""For each group, connections to its store that are not in use. A later check uses them again."""
 
 
 class RankError(RuntimeError):

@@ -39,7 +39,8 @@ MAX_INPUTS = 4
 """Largest number of inputs whose gradients or values are tried."""
 
 _OF_FUNC = {"dependent inputs", "constant part"}
-"""Causes that follow from the operators and inputs of func, so that few hypotheses are possible."""
+"""Causes that are found from the operators and inputs of func. There are few such hypotheses, so it is unlikely that
+one of them agrees by chance."""
 
 _OF_NUMERICAL = {"transposed", "rolled", "permuted", "missing factor"}
 """Causes that predict the analytical entries from numerical ones; different values of either are evidence."""

@@ -25,7 +25,7 @@ PER_RANK = 8
 """Number of coordinates per rank at which gradients are compared with differences, by two evaluations each."""
 
 UNEXPLAINED = 1e-3
-"""Largest relative residual of an explanation of the gradients: the rtol of gradcheck."""
+"""A cause explains the gradients if the relative residual is at most this number, the rtol of gradcheck."""
 
 CONFIDENCE = 0.97
 

@@ -15,8 +15,8 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Tolerances
 
 ENDS = 0.25113707, 0.45369218, 0.70432651, 0.98713943
-"""The ends of three intervals on each side of x, in units of the largest distance. A periodic func has no period that
-divides all of them."""
+"""The ends of three intervals on each side of x, in units of the largest distance. Their spacing is irregular, so that
+a periodic func does not have the same value at all of them."""
 
 POINTS = tuple(sorted([*ENDS, *((first + last) / 2 for first, last in itertools.pairwise(ENDS))]))
 """Distances at which slopes are measured: the ends and the middles of the intervals."""

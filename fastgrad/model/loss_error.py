@@ -184,8 +184,8 @@ class LossErrorExperiments:
         zero = all(self.whole.gradients[i] is not None for i in moving)
         if not ends and zero and self.whole.along(self.whole.only(moving)).agrees:
             text = (
-                f"the gradient of {_listed(names)} is zero, which is right, because the loss depends on {_it(names)} "
-                "only by jumps, for example of round() or sign()"
+                f"the gradient of {_listed(names)} is zero, which is right, because the loss is piecewise constant in "
+                f"{_it(names)}, for example because of round() or sign()"
             )
         if ends:
             text += f": the path ends in {ends[0].name}{at(ends[0].site)}"

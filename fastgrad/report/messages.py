@@ -34,7 +34,7 @@ BY_ROUNDING = ("beyond rounding", "biased", "not finite")
 """The kinds of failure of a check in a lower dtype, whose allowed differences come from measured rounding."""
 
 HEADLINE_CONFIDENCE = 0.85
-"""Least confidence of a cause that is included in the first line."""
+"""A cause is named in the first line if its confidence is at least this."""
 
 MAX_PAIRS = 8
 """Largest number of pairs that a summary lists."""

@@ -32,7 +32,8 @@ HUB_SHARE = 0.5
 """If there are many blocks, a target (hub) that more than this share of them reach belongs to a dense row."""
 
 BLOCKS_BEFORE_GIVING_UP = 32
-"""Number of blocks from which uninformative halvings and hubs count: with fewer, each block may reach most targets."""
+"""Smallest number of blocks for which uninformative halvings and hubs are counted. If there are fewer, each of them may
+reach most targets."""
 
 
 def probes_to_arrange(blocks: Sequence[Block]) -> int:

@@ -563,8 +563,8 @@ def test_a_loss_that_only_jumps_is_not_said_to_detach() -> None:
     report = check_model(nn.Sequential(nn.Linear(4, 4), Sign(), nn.Linear(4, 1)), torch.randn(8, 4), squared)
     (finding,) = report.findings
     assert finding.text == (
-        "the gradient of 0.weight, 0.bias is zero, which is right, because the loss depends on them only by jumps, for "
-        "example of round() or sign()"
+        "the gradient of 0.weight, 0.bias is zero, which is right, because the loss is piecewise constant in them, for "
+        "example because of round() or sign()"
     )
 
 
