@@ -15,7 +15,7 @@ from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
-from fastgrad.problem.validation import as_float, check_seed
+from fastgrad.problem.validation import as_float, as_seed
 from fastgrad.report.settings import Settings
 
 Jacobians = tuple[tuple[Tensor, ...], ...]
@@ -78,7 +78,7 @@ def numerical_jacobian(
     True
     """
     _check_layout(layout)
-    check_seed(seed)
+    seed = as_seed(seed)
     settings = Settings(eps=as_float("eps", eps, zero=False), seed=seed)
     with Problem(func, as_tuple(inputs), who="numerical_jacobian") as problem:
         _check_strided(problem)
@@ -140,7 +140,7 @@ def analytical_jacobian(
     _check_layout(layout)
     if mode not in ("reverse", "forward"):
         raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")
-    check_seed(seed)
+    seed = as_seed(seed)
     settings = Settings(seed=seed)
     # Leaving inference mode also enables both modes of AD, if the caller disabled them.
     with (

@@ -15,7 +15,7 @@ from fastgrad.core.errors import warn
 from fastgrad.core.precision import LOWER
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.signature import function_name
-from fastgrad.problem.validation import as_bool, as_float, check_seed, is_integer
+from fastgrad.problem.validation import as_bool, as_float, as_seed, is_integer
 from fastgrad.report.number_text import count
 from fastgrad.report.settings import UNNAMED, GradOutputs, Settings, Tolerances
 
@@ -92,15 +92,14 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
         raise TypeError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
     if confidence is not None and not 0 < float(confidence) < 1:
         raise ValueError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
-    if seed is not None:
-        check_seed(seed, "None or an integer of 64 bits")
     if memory_limit is not None and not (is_integer(memory_limit) and memory_limit > 0):
         raise ValueError(f"memory_limit must be None or a positive number of bytes, got {memory_limit!r}.")
     values = {name: keywords[keyword] for name, keyword in table.items()}
     values["eps"] = as_float("eps", keywords["eps"], zero=False)
     for name in ("atol", "rtol", "nondet_tol"):
         values[name] = as_float(name, keywords[name])
-    values["seed"] = 0 if seed is None else seed
+    values["seed"] = 0 if seed is None else as_seed(seed, "None or an integer of 64 bits")
+    values["memory_limit"] = None if memory_limit is None else int(memory_limit)
     values["confidence"] = Settings.confidence if confidence is None else float(confidence)
     return Settings(**values, grad_outputs=made, order=1 if made is None else 2)
 

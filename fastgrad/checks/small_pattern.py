@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad.checks.small_result import SmallCheck
+from fastgrad.checks.small_result import SmallCheck, SmallPattern
 from fastgrad.checks.small_sums import (
     add_products,
     rounding_of_differences,
@@ -29,15 +28,13 @@ from fastgrad.core.native import Layout, flattened, largest_errors
 from fastgrad.core.phases import phase
 from fastgrad.core.random import GRAPH_STREAM, direction
 from fastgrad.core.tensors import largest
-from fastgrad.engines import cost_model
 from fastgrad.engines.blocks import MAX_AT_ONCE, one_hot_elements
-from fastgrad.engines.compressed import Compression, compress
+from fastgrad.engines.compressed import compress
 from fastgrad.engines.grad_output_kinds import DENSE, GRAD_OUTPUT_KINDS
 from fastgrad.engines.plan import admitted_entries, sketch_size, small_pattern_pays, takes_first_look
 from fastgrad.engines.sketch import derivatives_vary
 from fastgrad.problem.coordinates import Block, blocks_of
 from fastgrad.problem.first_look import KnownLook, values_vary
-from fastgrad.report.data import Plan
 from fastgrad.report.settings import Settings
 from fastgrad.structure import sparsity
 from fastgrad.structure.sparsity import Mask, Pattern
@@ -59,45 +56,6 @@ outputs, this evaluation would refute few wrong guesses."""
 NOISE_MARGIN = 9.0
 """Factor of the noise, which is measured along the first direction. Components of directions differ by factors of up to
 3, and errors from curvature by factors of up to 9."""
-
-
-@dataclass(frozen=True, eq=False)
-class SmallPattern:
-    """A sparsity pattern in groups, with the grad_outputs that give its rows.
-
-    Attributes
-    ----------
-    inputs
-        The coordinates of the inputs.
-    grad_outputs
-        Float64, shape (row groups + one-hot rows, m).
-    only
-        The index of the output to which each of these rows belongs.
-    row_groups
-        The row group of each entry: int64, shape (entries,).
-    row_group_count
-        The number of row groups. Further rows are one-hot, and must equal rows computed together with others.
-    """
-
-    compression: Compression
-    inputs: tuple[Block, ...]
-    outputs: tuple[Block, ...]
-    grad_outputs: Tensor
-    only: list[int]
-    row_groups: Tensor
-    row_group_count: int
-
-    def plan(self) -> Plan:
-        """The plan of a check of its entries."""
-        pattern, columns, rows = self.compression.pattern, self.compression.column_groups.count, self.row_group_count
-        memory = pattern.nnz * cost_model.COSTS.entry_bytes
-        return Plan("compressed", 0, 0, True, pattern.origin, column_groups=columns, row_groups=rows, memory=memory)
-
-    def entries_between(self, output: int, input: int) -> int:
-        """Number of entries in the rows of an output and the columns of an input."""
-        columns = self.compression.pattern.columns[self.compression.entries_of(self.outputs[output])]
-        block = self.inputs[input]
-        return int(((columns >= block.first) & (columns < block.end)).sum())
 
 
 def guessed_pattern(check: SmallCheck) -> SmallPattern | None:

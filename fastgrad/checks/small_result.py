@@ -9,17 +9,57 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fastgrad.core.native import Derivatives, SmallProblem
+from fastgrad.engines import cost_model
 from fastgrad.engines.blocks import row_parts
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import KnownLook
 from fastgrad.problem.small_backward import SmallBackward
-from fastgrad.report.data import Pair
+from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Mode
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 
 if TYPE_CHECKING:
-    from fastgrad.checks.small_pattern import SmallPattern
+    from fastgrad.engines.compressed import Compression
+
+
+@dataclass(frozen=True, eq=False)
+class SmallPattern:
+    """A sparsity pattern in groups, with the grad_outputs that give its rows.
+
+    Attributes
+    ----------
+    inputs
+        The coordinates of the inputs.
+    grad_outputs
+        Float64, shape (row groups + one-hot rows, m).
+    only
+        The index of the output to which each of these rows belongs.
+    row_groups
+        The row group of each entry: int64, shape (entries,).
+    row_group_count
+        The number of row groups. Further rows are one-hot, and must equal rows computed together with others.
+    """
+
+    compression: Compression
+    inputs: tuple[Block, ...]
+    outputs: tuple[Block, ...]
+    grad_outputs: Tensor
+    only: list[int]
+    row_groups: Tensor
+    row_group_count: int
+
+    def plan(self) -> Plan:
+        """The plan of a check of its entries."""
+        pattern, columns, rows = self.compression.pattern, self.compression.column_groups.count, self.row_group_count
+        memory = pattern.nnz * cost_model.COSTS.entry_bytes
+        return Plan("compressed", 0, 0, True, pattern.origin, column_groups=columns, row_groups=rows, memory=memory)
+
+    def entries_between(self, output: int, input: int) -> int:
+        """Number of entries in the rows of an output and the columns of an input."""
+        columns = self.compression.pattern.columns[self.compression.entries_of(self.outputs[output])]
+        block = self.inputs[input]
+        return int(((columns >= block.first) & (columns < block.end)).sum())
 
 
 UNDECIDED_SUMS = "decided by the exact engine, because random directions gave no verdict"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
@@ -23,14 +23,15 @@ DISABLED = "gradients are disabled here"
 
 
 def is_integer(value: Any) -> bool:
-    """Whether an argument is an integer; True and False do not count as integers."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether an argument is an integer, of Python or of NumPy; True and False do not count as integers."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_seed(seed: Any, expected: str = "an integer of 64 bits") -> None:
-    """Raises a ValueError unless seed is a 64-bit integer; expected: what the caller accepts, in words."""
+def as_seed(seed: Any, expected: str = "an integer of 64 bits") -> int:
+    """The seed; raises a ValueError unless it is a 64-bit integer. expected: what the caller accepts, in words."""
     if not (is_integer(seed) and -(2**63) <= seed < 2**63):
         raise ValueError(f"seed must be {expected}, got {seed!r}.")
+    return int(seed)
 
 
 def as_float(name: str, value: Any, zero: bool = True) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 from fastgrad._version import __version__
 from fastgrad.api.checkers import check
 from fastgrad.core.errors import text_of
-from fastgrad.problem.validation import check_seed
+from fastgrad.problem.validation import as_seed
 from fastgrad.report.report import Report
 from fastgrad.report.variants import VariantsReport
 from fastgrad.tools import specs, terminal
@@ -181,10 +181,9 @@ def _number(text: str) -> tuple[str, float]:
 
 def _seed(text: str) -> int:
     try:
-        check_seed(int(text))
+        return as_seed(int(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be an integer of 64 bits, got {text!r}") from None
-    return int(text)
 
 
 def _for_inputs(option: str, given: list[tuple[str, float]]) -> float | dict[str, float]:

@@ -16,7 +16,7 @@ from fastgrad.core.errors import is_of_fastgrad
 from fastgrad.problem.arguments import flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
-from fastgrad.problem.validation import as_float, check_kwargs, check_seed, disabled_gradients
+from fastgrad.problem.validation import as_float, as_seed, check_kwargs, disabled_gradients
 from fastgrad.report.variants import VariantRow, VariantsReport, VariantVerdict
 from fastgrad.variants import compilation, derivatives, layouts, points, state
 from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, subject_of, tensors_of
@@ -100,7 +100,7 @@ def check_variants(
     """
     start = time.perf_counter()
     _check_arguments(seconds, kwargs, keywords)
-    check_seed(seed)
+    seed = as_seed(seed)
     subject = subject_of(func, inputs, kwargs or {}, seed)
     chosen = _chosen(_variants(subject), only, compiled)
     rows: list[VariantRow] = []

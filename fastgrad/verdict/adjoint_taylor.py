@@ -17,7 +17,7 @@ from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
-from fastgrad.problem.validation import as_float, check_seed, is_integer, raise_without_graph
+from fastgrad.problem.validation import as_float, as_seed, is_integer, raise_without_graph
 from fastgrad.report.json_form import EqualByContent
 
 LARGEST_STEP = 2.0**-6
@@ -182,7 +182,7 @@ def adjoint_test(
         raise ValueError(f"trials must be an integer of at least 1, got {trials!r}.")
     if rtol is not None:
         rtol = as_float("rtol", rtol)
-    check_seed(seed)
+    seed = as_seed(seed)
     # No warning about lower dtypes: it is about differences, which this test does not take.
     with Problem(func, as_tuple(inputs), masked, warn_of_precision=False, who="adjoint_test") as problem:
         if not problem.has_graph:
@@ -246,7 +246,7 @@ def taylor_test(
     """
     if mode not in ("reverse", "forward"):
         raise ValueError(f"mode must be 'reverse' or 'forward', got {mode!r}.")
-    check_seed(seed)
+    seed = as_seed(seed)
     with Problem(func, as_tuple(inputs), masked, who="taylor_test") as problem:
         if not problem.has_graph:
             raise_without_graph("taylor_test")

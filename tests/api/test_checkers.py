@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
 import re
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -346,3 +348,14 @@ def test_warnings_point_at_the_caller_of_any_function(check: str) -> None:
         getattr(fastgrad, check)(torch.sin, single, **keywords)
     line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
     assert [(each.filename, each.lineno) for each in caught] == [(__file__, line)]
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    x, three = torch.randn(4, dtype=torch.float64, requires_grad=True), np.int64(3)
+    report = fastgrad.check(torch.sin, x, seed=three, memory_limit=np.int64(1 << 20))
+    assert report.passed
+    assert json.loads(report.to_json())["settings"]["seed"] == 3
+    assert fastgrad.gradcheck(torch.sin, x, seed=three)
+    assert fastgrad.adjoint_test(torch.sin, x, trials=three, seed=three).passed
+    with pytest.raises(ValueError, match="seed must be None or an integer of 64 bits"):
+        fastgrad.gradcheck(torch.sin, x, seed=np.bool_(True))
