@@ -48,7 +48,7 @@ class BackwardExperiments(Experiments):
             own = gradient[0, block.slice].reshape(-1, block.width).cpu()
             self._note(vanishes=not bool(own[sample.inputs[sample.failing]].any()))
         self._try(sum(RUNS) + 2 * len(RUNS), lambda: self._repeated(v))
-        self._try(3, lambda: self._after_others(v))
+        self._try(5, lambda: self._after_others(v))
         self._try(len(SCALES) + 1, lambda: self._scaled(v))
         self._try(1, lambda: self._note(at_zero=float(self._vjp(torch.zeros_like(v)).abs().max())))
         self._try(6, lambda: self._split(v))
@@ -85,6 +85,8 @@ class BackwardExperiments(Experiments):
         away = direction(self._problem.n, self._settings.seed, EVIDENCE_STREAM + 16 * 7).to(self._problem.device)
         after = self._problem.vjp_before(v, self._only, away.mul_(2.0**-4))
         self._note(after_others=_deviation(after, before))
+        self._problem.evaluate(True, away)  # the next VJP makes a new graph
+        self._note(after_call=_deviation(self._vjp(v), before))
 
     def _scaled(self, v: Tensor) -> None:
         gradient = self._vjp(v)

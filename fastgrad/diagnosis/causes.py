@@ -200,6 +200,15 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
         )
         measure = f"relative change {evidence.after_others:.2g} of the gradient after a call of func at another point"
         yield Cause("saved tensor", text, measure, 0.93)
+    elif evidence.after_call is not None and evidence.after_call > MIN_DEVIATION:
+        text = (
+            "backward uses a value of an earlier call of func, for example one kept in a global variable, on the "
+            "class or on the module: use ctx.save_for_backward, which keeps the values of each call"
+        )
+        measure = (
+            f"relative change {evidence.after_call:.2g} of the gradient if func was called at another point before"
+        )
+        yield Cause("saved tensor", text, measure, 0.93)
     if evidence.at_zero is not None and evidence.at_zero != 0:
         text = "backward does not multiply its result, or a term of it, by grad_output"
         measure = f"for a zero grad_output, the largest element of the gradient is {evidence.at_zero:.2g}"

@@ -159,6 +159,9 @@ class Evidence(EqualByContent):
     after_others
         Deviation of a gradient whose graph was recorded before func was evaluated at another point, from a gradient
         without this evaluation.
+    after_call
+        Deviation of a gradient whose graph was recorded after func was evaluated at another point, from one whose graph
+        was recorded after an evaluation at x.
     scaled
         For each scale c: c; the deviation of 1/c times the gradient for c v; and the largest component of the gradient
         for c v, divided by that of the gradient for v.
@@ -212,6 +215,7 @@ class Evidence(EqualByContent):
     draws: bool | None = None
     vanishes: bool | None = None
     after_others: float | None = None
+    after_call: float | None = None
     scaled: tuple[tuple[float, float, float], ...] | None = None
     at_zero: float | None = None
     split: float | None = None

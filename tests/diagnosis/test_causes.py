@@ -462,6 +462,7 @@ EXPERIMENTS: list[tuple[Evidence, CauseName]] = [
     (Evidence(runs=((0.0, 0.1, 0.2), (0.3, 0.4), (0.5, 0.6, 0.7))), "saved tensor"),
     (Evidence(runs=((0.0, 0.3, 0.2), (0.1, 0.4), (0.2, 0.1, 0.3))), "nondeterminism"),
     (Evidence(after_others=0.1), "saved tensor"),
+    (Evidence(after_call=0.1), "saved tensor"),
     (Evidence(at_zero=1e-3), "nonlinear backward"),
     (Evidence(scaled=((-1.0, 2.0, 1.0), (4.0, 3.0, 16.0), (0.5, 0.5, 0.25))), "nonlinear backward"),
     (Evidence(non_contiguous=0.5), "layout of grad_output"),

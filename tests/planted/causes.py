@@ -708,6 +708,24 @@ def _keeps_on_the_class(per_graph: bool) -> Function:
     return lambda x: Sine.apply(x) + Sine.apply(2 * x)
 
 
+def _of_the_previous_call(own: bool) -> Function:
+    """Saves its own input for backward, or that of the previous call, at first zeros."""
+    previous: dict[torch.Size, Tensor] = {}
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x if own else previous.get(x.shape, torch.zeros_like(x)))
+            previous[x.shape] = x.detach().clone()
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * ctx.saved_tensors[0].cos()
+
+    return lambda x: Sine.apply(x)
+
+
 def _in_place(copies: bool) -> Function:
     """Overwrites a buffer that was saved as the input, or a copy of it."""
 
@@ -800,6 +818,12 @@ BACKWARD = [
         wrong=_keeps_on_the_class(False),
         right=_keeps_on_the_class(True),
         entry=lambda o, i: o == i,
+    ),
+    Planted(
+        "input of the previous call saved",
+        "saved tensor",
+        wrong=_of_the_previous_call(False),
+        right=_of_the_previous_call(True),
     ),
     Planted(
         "saved buffer overwritten by forward",
