@@ -37,8 +37,8 @@ from fastgrad.verdict.repeated_calls import first_varying, repeated_calls_certif
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
 
 SMALLER_STEP = 1 / 8
-"""Factor of the step of the second comparison of sums if curvature dominates the noise. Errors from curvature are
-proportional to the square of the step: they become 64 times smaller."""
+"""If curvature dominates the noise, sums are compared again with the step multiplied by this factor. Errors from
+curvature are proportional to the square of the step, so they become 64 times smaller."""
 
 LARGEST_FACTOR = 64
 """Largest factor of the second step if rounding dominates the noise. Errors from rounding are proportional to the

@@ -131,7 +131,9 @@ def _of_some_ranks(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
             pairs = ", ".join(
                 f"rank {rank} has the gradient of rank {k}" for rank, k in zip(wrong, others, strict=True)
             )
-            return [_cause("wrong shard", f"ranks have the gradients of other parts of the tensor: {pairs}")]
+            return [
+                _cause("wrong shard", f"some ranks have the gradient of another rank's part of the tensor: {pairs}")
+            ]
     if not isinstance(space.gradient, Partial) and 0 < len(wrong) < len(sampled):
         ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
         return [_cause("one rank", f"the gradient is wrong only on {ranks}: the other ranks have the right gradient")]

@@ -72,7 +72,7 @@ BEND_ROUNDING = 4.0
 """Rounding of f(x + h) - 2 f(x) + f(x - h), in ulps of func's values: three sums, and the values themselves."""
 
 FINEST_STEPS = 4
-"""Number of smallest steps whose scatter measures the noise of func."""
+"""The scatter of the differences at this many smallest steps measures the noise of func."""
 
 HIDDEN_SHARE = 1 / 8
 """If func is constant at small steps, rounding inside func may hide the derivative that large steps show. This is its

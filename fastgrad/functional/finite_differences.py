@@ -36,8 +36,8 @@ SECOND_STEPS = tuple(2.0 ** -(3 + 2 * k) for k in range(11))
 rounding."""
 
 MAX_NOISE = 2.0**10
-"""Largest noise of second differences, in units of rounding. If the differences of the finest steps scatter more, for
-example because all steps cross a pole, no step resolves func."""
+"""Largest noise of second differences, in units of rounding. If the differences at the finest steps scatter more, no
+step is small enough, for example because all steps cross a pole."""
 
 CLOSER_SHARE = 2.0**-6
 """Factor from the step of one-sided derivatives to a smaller step. At a kink, the gap between the derivatives does not

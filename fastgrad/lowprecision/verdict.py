@@ -180,8 +180,9 @@ def _judge_overflows(comparison: Comparison, outcome: Outcome) -> None:
     elif bool(explained.any()):
         outcome.note(
             worst=comparison.entry(*_first(explained)),
-            undecided=f"the gradients are not finite in {count(int(explained.sum()), 'entry')}, and nor is the "
-            "reference if every result is rounded to the dtype: an intermediate result leaves the dtype's range",
+            undecided=f"the gradients are not finite in {count(int(explained.sum()), 'entry')}, and those of the "
+            "reference are not finite either if every result is rounded to the dtype: an intermediate result leaves "
+            "the dtype's range",
             remedy=_SMALLER_OR_WIDER,
         )
 

@@ -403,7 +403,7 @@ _PHRASES: dict[FailureKind, str] = {
     "size": "Analytical gradient has incorrect size for {output}.",
     "nondeterministic func": "{varying} is not deterministic: {detail}.",
     "nonlinear": "{derivative} is not linear in {vector}: {detail}.",
-    "raises": "{derivative} raises for some {vector}s, but not for all: {detail}.",
+    "raises": "{derivative} raises for some {vectors}, but not for all: {detail}.",
     "not multiplied by grad_output": "backward not multiplied by grad_output: with a zero grad_output the gradient of "
     "{input} is not zero.",
     "incorrect gradient": "{detail} for {input}.",
@@ -456,6 +456,7 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
         mode="computed with forward mode " if forward else "",
         derivative="jvp" if forward else "backward",
         vector="its tangent" if forward else "grad_output",
+        vectors="tangents" if forward else "grad_outputs",
         batched=_batched_note(failure),
         varying=varying(report.settings),
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 COMMIT_SECONDS = 1.0
-"""Seconds between two commits; a killed process loses at most the work of this time."""
+"""Seconds between two commits; if the process is killed, at most the work of this time is lost."""
 
 _ANY_VALUE = ("progress", "memory_limit")
 """Settings that do not affect columns and rows."""

@@ -12,7 +12,7 @@ from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
 from fastgrad.report.failure import Failure, FailureKind
-from fastgrad.report.number_text import count, digits_apart
+from fastgrad.report.number_text import digits_apart
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.repeated_rows import nondeterministic_func
 
@@ -27,7 +27,9 @@ def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | 
     same kind differ, too, func or its backward is not deterministic.
     """
     recorded, unrecorded = problem.base(), problem.evaluate(False, problem.zero_displacement())
-    failure = _difference(problem, settings, "recorded gradient", "with it", recorded, "without", unrecorded)
+    failure = _difference(
+        problem, settings, "recorded gradient", "with create_graph=True", recorded, "without", unrecorded
+    )
     if failure is None:
         return None
     for _ in range(REPEATS):
@@ -82,8 +84,8 @@ def _difference(
     output = block_with(problem.outputs, worst)
     one, other = left[worst].item(), right[worst].item()
     digits = digits_apart(one, other)
-    detail = (
-        f"{one:.{digits}g} {first}, {other:.{digits}g} {second}, in output {output.index} of the "
-        f"backward, at the worst of {count(int(wrong.sum()), 'element')}"
-    )
+    number = int(wrong.sum())
+    which = "the element that differs" if number == 1 else f"the worst of {number:,} elements that differ"
+    values = f"{one:.{digits}g} {first} and {other:.{digits}g} {second}"
+    detail = f"{which}, in output {output.index} of the backward, is {values}"
     return Failure.at(kind, output, detail=detail)

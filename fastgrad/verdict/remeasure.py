@@ -332,14 +332,14 @@ def _numerical_issue(found: _Remeasured, worst: int) -> tuple[str, NumericalIssu
     # If the analytical entry is zero, it agrees, and func may have a kink between x and the steps that change it.
     if is_constant and at_eps > own.atol and bool(suspects.analytical[worst] != 0):
         return (
-            f"func does not change at all for steps much smaller than eps, but changes by {at_eps:.3g} x eps at eps: "
-            "an intermediate result may have lower precision",
+            f"func does not change at all over steps much smaller than eps, but changes by {at_eps:.3g} x eps over a "
+            "step of eps: an intermediate result may have lower precision",
             "low precision",
         )
     if any(bool(column.doubtful[row]) for column, row in parts):
         return (
-            "steps much smaller than eps give another derivative, which does not explain how func changes within eps: "
-            "an intermediate result may have lower precision",
+            "the derivative from steps much smaller than eps does not agree with how func changes within eps: an "
+            "intermediate result may have lower precision",
             "low precision",
         )
     if not bool(found.converged[worst]):

@@ -358,7 +358,8 @@ class RepeatedCalls:
 def repeated_calls_certificate(what: str, last: int, tolerance: float) -> Certificate:
     """The certificate of repeated calls; what: the gradients; last: the number of the last call of backward."""
     claim = (
-        f"a custom backward gives the same {what} when run again after all other calls, up to call {last} of backward"
+        f"a custom backward gives the same {what} when run again after all other calls (the last of these repeats is "
+        f"call {last} of backward)"
     )
     return Certificate(claim, f"{what}: run early, and again after all others", tolerance, "differences")
 

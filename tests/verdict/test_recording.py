@@ -32,7 +32,7 @@ def test_gradients_that_are_not_finite_agree_only_with_the_same(recorded: float,
     x = torch.ones(2, dtype=torch.float64, requires_grad=True)
     left, right = (torch.tensor([0.5, value], dtype=torch.float64) for value in (recorded, plain))
     with Problem(torch.sin, (x,)) as problem:
-        found = _difference(problem, Settings(), "recorded gradient", "with it", left, "without", right)
+        found = _difference(problem, Settings(), "recorded gradient", "with create_graph=True", left, "without", right)
     assert (found is None) == agree
 
 
