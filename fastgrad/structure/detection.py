@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -111,7 +111,8 @@ class Detection(ABC):
         self._n, self._m = (sum(block.size for block in blocks) for blocks in self._blocks)
         self._budget = budget
         self._spent = 0
-        self._last_probe: Callable[[], object] = lambda: None
+        # Takes self: an attribute that refers to self would keep the problem's tensors until a garbage collection.
+        self._last_probe: Callable[[Any], object] = lambda _: None
 
     @abstractmethod
     def _guesses(self) -> Iterator[Pattern | None]:
@@ -184,17 +185,17 @@ class Detection(ABC):
         try:
             return search()
         except Exception as error:
-            raise_if_transient(error, self._last_probe)
+            raise_if_transient(error, partial(self._last_probe, self))
             return None
 
     def _probe_columns(self, moved: Mask) -> Mask:
         self._spent += 1
-        self._last_probe = partial(self._reacting_outputs, moved)
+        self._last_probe = lambda patterns: patterns._reacting_outputs(moved)
         return self._reacting_outputs(moved)
 
     def _probe_rows(self, chosen: Mask) -> Mask:
         self._spent += 1
-        self._last_probe = partial(self._reacting_inputs, chosen)
+        self._last_probe = lambda patterns: patterns._reacting_inputs(chosen)
         return self._reacting_inputs(chosen)
 
     def _plausible(self, pattern: Pattern | None) -> Pattern | None:

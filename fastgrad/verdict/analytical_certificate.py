@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -326,11 +327,10 @@ class AnalyticalCertificate:
         """Yields one test with all kinds or, if memory is short, one per kind; number: as in `linearity_cotangents`."""
         is_small = self._problem.n + self._problem.m <= PIECE
         repeats_all = all(grouping.count <= compressed.REPEATED_GROUPS for grouping in self._compression.row_groups)
+        moving = partial(_varying_group, self._problem, self._settings, self._compression)
         for some in [kinds] if is_small else [(kind,) for kind in kinds]:
             excluded = self._compression.excluded_rows, self._compression.excluded_columns
-            linearity = LinearityTest(
-                self._problem, self._settings, repeats_all, self._varying_group, some, *excluded, number
-            )
+            linearity = LinearityTest(self._problem, self._settings, repeats_all, moving, some, *excluded, number)
             entries = self._compression.rows, self._compression.columns, self.values
             linearity.add_entries(*entries, self._compression.pattern.most_in_column)
             for row, gradient in self._replaced.items():
@@ -338,14 +338,15 @@ class AnalyticalCertificate:
                 linearity.replace_row(row, gradient)
             yield linearity
 
-    def _varying_group(self) -> Failure | None:
-        """Runs every row group several times, also scaled; returns the first failure of `groups_failure`, if any."""
-        for output, grouping in zip(self._problem.outputs, self._compression.row_groups, strict=True):
-            for members in grouping.members():
-                failure = groups_failure(self._problem, self._settings, output, [members])
-                if failure is not None:
-                    return failure
-        return None
+
+def _varying_group(problem: Problem, settings: Settings, compression: Compression) -> Failure | None:
+    """Runs every row group several times, also scaled; returns the first failure of `groups_failure`, if any."""
+    for output, grouping in zip(problem.outputs, compression.row_groups, strict=True):
+        for members in grouping.members():
+            failure = groups_failure(problem, settings, output, [members])
+            if failure is not None:
+                return failure
+    return None
 
 
 def _error(linearity: LinearityTest, suspects: Sequence[tuple[int, int]]) -> float:

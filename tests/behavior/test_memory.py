@@ -71,6 +71,36 @@ def test_func_and_inputs_are_released(
     assert [reference() for reference in attempt()] == [None, None]
 
 
+FUNCTIONS: dict[str, Callable[[Any, Tensor], object]] = {
+    "exact": lambda func, x: fastgrad.gradcheck(func, (x,)),
+    "dense": lambda func, x: fastgrad.gradcheck(func, (x,), engine="dense"),
+    "compressed": lambda func, x: fastgrad.gradcheck(func, (x,), engine="compressed"),
+    "sketch": lambda func, x: fastgrad.gradcheck(func, (x,), fast_mode=True, engine="sketch"),
+    "forward": lambda func, x: fastgrad.gradcheck(func, (x,), check_forward_ad=True),
+    "second order": lambda func, x: fastgrad.gradgradcheck(func, (x,)),
+    "numerical Jacobian": lambda func, x: fastgrad.numerical_jacobian(func, (x,)),
+    "analytical Jacobian": lambda func, x: fastgrad.analytical_jacobian(func, (x,)),
+    "functional": lambda func, x: fastgrad.functional.jacobian(func, (x,)),
+    "adjoint test": lambda func, x: fastgrad.adjoint_test(func, (x,)),
+    "Taylor test": lambda func, x: fastgrad.taylor_test(func, (x,)),
+}
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("run", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_functions_of_400_elements_and_their_inputs_are_released(run: Callable[[Any, Tensor], object]) -> None:
+    def attempt() -> list[weakref.ref[Any]]:
+        x = torch.linspace(-1, 1, 400, dtype=torch.float64).reshape(20, 20).requires_grad_()
+
+        def func(x: Tensor) -> Tensor:
+            return x.softmax(-1)
+
+        run(func, x)
+        return [weakref.ref(x), weakref.ref(func)]
+
+    assert [released() for released in attempt()] == [None, None]
+
+
 @pytest.mark.usefixtures("no_collection")
 def test_a_report_holds_neither() -> None:
     def attempt() -> tuple[Report, list[weakref.ref[Any]]]:
