@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -56,9 +56,21 @@ def operators(dtype: torch.dtype, *supports: str) -> list[Any]:
     """The OpInfo entries of the installed torch with autograd for a dtype on the CPU, and with these flags set."""
     from torch.testing._internal.common_methods_invocations import op_db
 
+    return _supporting(op_db, dtype, supports)
+
+
+def custom_operators(dtype: torch.dtype, *supports: str) -> list[Any]:
+    """The same for the custom Functions and operators with which torch tests custom code; most compute with NumPy."""
+    from torch.testing._internal.autograd_function_db import autograd_function_db
+    from torch.testing._internal.custom_op_db import custom_op_db
+
+    return _supporting([*autograd_function_db, *custom_op_db], dtype, supports)
+
+
+def _supporting(database: Sequence[Any], dtype: torch.dtype, supports: tuple[str, ...]) -> list[Any]:
     return [
         op
-        for op in op_db
+        for op in database
         if op.supports_autograd
         and dtype in op.supported_backward_dtypes("cpu")
         and all(getattr(op, flag) for flag in supports)

@@ -1,4 +1,4 @@
-"""Verdicts of fastgrad against torch slow mode over torch's operator and module samples: `make parity`.
+"""Verdicts of fastgrad against torch slow mode on the samples of torch's operators and modules: `make parity`.
 
 Prints samples and disagreements per check and dtype; a disagreement that is not a row of
 docs/differences.md fails the run.
@@ -23,7 +23,16 @@ import torch
 from torch.autograd.gradcheck import GradcheckError
 
 import fastgrad
-from benchmarks.cases import MAX_ENTRIES, Case, entries, module_cases, modules, operator_cases, operators
+from benchmarks.cases import (
+    MAX_ENTRIES,
+    Case,
+    custom_operators,
+    entries,
+    module_cases,
+    modules,
+    operator_cases,
+    operators,
+)
 from fastgrad.problem.second_order import differentiable_outputs, random_grad_outputs
 
 GRAD = (torch.autograd.gradcheck, fastgrad.gradcheck)
@@ -56,6 +65,7 @@ CHECKS = {
     "fwd_over_rev": Check(GRADGRAD, FORWARD_OVER_REVERSE, "supports_fwgrad_bwgrad"),
 }
 DTYPES = {"float64": torch.float64, "complex128": torch.complex128}
+SOURCES = "operators", "custom", "modules"
 
 
 OTHER_STEPS = ((1e-4, 1e-3), (1e-8, 1e-3), (2.0**-10, 1e-3), (2.0**-7, 1e-3), (2.0**-4, 1e-3), (2.0**-4, 2.0**-5))
@@ -102,10 +112,10 @@ def _grad_outputs(case: Case) -> Any:
 
 
 def subjects(source: str, check: str, dtype: str) -> list[Any]:
-    """The operators or the modules of torch that support a check."""
+    """The operators, custom operators or modules of torch that support a check."""
     flag = CHECKS[check].supports
-    if source == "operators":
-        return operators(DTYPES[dtype], flag)
+    if source != "modules":
+        return {"operators": operators, "custom": custom_operators}[source](DTYPES[dtype], flag)
     is_forward = "check_forward_ad" in CHECKS[check].keywords or "check_fwd_over_rev" in CHECKS[check].keywords
     return [] if is_forward else [info for info in modules(DTYPES[dtype]) if getattr(info, flag, True)]
 
@@ -119,7 +129,7 @@ def compare(task: tuple[str, str, str, int, int, str]) -> list[dict[str, Any]]:
     op = subjects(source, check, dtype)[number]
     rows = []
     try:
-        cases = list((operator_cases if source == "operators" else module_cases)(op, DTYPES[dtype], limit))
+        cases = list((module_cases if source == "modules" else operator_cases)(op, DTYPES[dtype], limit))
     except Exception as error:
         return [{"check": check, "dtype": dtype, "name": op.name, "torch": "no samples", "why": repr(error)[:200]}]
     for case in cases:
@@ -144,7 +154,7 @@ def compare(task: tuple[str, str, str, int, int, str]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=int, default=3, help="samples per operator or module")
-    parser.add_argument("--sources", nargs="+", default=["operators", "modules"], choices=["operators", "modules"])
+    parser.add_argument("--sources", nargs="+", default=list(SOURCES), choices=SOURCES)
     parser.add_argument("--checks", nargs="+", default=list(CHECKS), choices=list(CHECKS))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument(

@@ -38,6 +38,14 @@ def test_verdicts_are_torchs(engine: str, check: str, dtype: str) -> None:
     assert sum(row["torch"] == "pass" for row in rows) > 0.8 * len(rows)
 
 
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("engine", EVERY)
+def test_verdicts_on_custom_operators_are_torchs(engine: str, check: str) -> None:
+    rows = compared("custom", check, "float64", engine, 1)
+    assert len(rows) >= 5
+    assert sum(row["torch"] == "pass" for row in rows) > 0.6 * len(rows)
+
+
 @pytest.mark.parametrize("check", ["grad", "gradgrad"])
 @pytest.mark.parametrize("engine", ["auto", "sketch"])
 def test_verdicts_on_modules_are_torchs(engine: str, check: str) -> None:
