@@ -50,6 +50,10 @@ share of their distance to the refined slope."""
 WIDER = 64.0
 """func must be a straight line for steps up to this many times eps, otherwise its slope at eps does not count."""
 
+KINK_SHARE = 1 / 2
+"""Largest change of slope at a kink, relative to the distance of the slope at eps from that of small steps. A kink that
+explains this distance changes the slope by at least 1.3 times as much."""
+
 ROUNDED = 2.0**-6
 """The largest rounding inside func, relative to its change at eps. With larger rounding, the rounded function is
 treated as func itself."""
@@ -385,17 +389,35 @@ def _joined(found: Sequence[Measured]) -> Measured:
 
 
 def _is_rounded(one: Measured, values: Tensor, errors: Tensor, allowed: Tensor) -> Tensor:
-    """Whether func is straight around x at eps and larger steps, with a slope other than `values`: shape (entries,)."""
+    """Whether rounding inside func causes the derivative `values` of small steps: shape (entries,).
+
+    func must have another slope at eps and larger steps, the same at all of them. It must be straight there or, if it
+    is constant at the smallest steps, have no kink near x. For example, 1 - cos(x) is constant next to 1e-8.
+    """
     wider = (one.steps >= RATIO * one.eps) & (one.steps <= WIDER * one.eps)
     # Next to a kink, the one-sided slopes differ. If func is curved, these or the slopes of wider steps differ.
     middle = (one.left + one.right) / 2
     distance = (middle - values).abs().nan_to_num(torch.inf)  # a NaN is no estimate and excuses no gradient
-    bent = torch.where(wider, (one.slopes - middle).abs(), (one.left - one.right).abs())
-    straight = (bent <= STRAIGHT * torch.minimum(distance, middle.abs())).all(0)
+    most = STRAIGHT * torch.minimum(distance, middle.abs())
+    constant = _is_constant(one) & (values == 0) & (_kinks(one, wider) <= KINK_SHARE * distance)
+    rounded = ((one.left - one.right).abs() <= most) | constant
+    rounded &= (~wider | ((one.slopes - middle).abs() <= most)).all(0)
     # If rounding of the outputs explains the distance at all wider steps, the slopes may be equal by chance.
-    straight &= (wider & (distance * one.widths > one.rounding)).any(0)
+    rounded &= (wider & (distance * one.widths > one.rounding)).any(0)
     is_precise = errors <= SHARE_THAT_MATTERS * distance
-    return straight & (distance > torch.where(is_precise, SHARE_THAT_MATTERS * allowed, allowed))
+    return rounded & (distance > torch.where(is_precise, SHARE_THAT_MATTERS * allowed, allowed))
+
+
+def _kinks(one: Measured, used: Tensor) -> Tensor:
+    """The largest change of slope by a kink near x that the bends at some steps show: float64, shape (entries,).
+
+    At a kink, bends are proportional to the step; if func is smooth, to its square. Two steps show the former part. It
+    is infinite if fewer than two consecutive steps are used. used: a mask of shape (steps, entries).
+    """
+    square = one.ratio**2
+    change = (square * one.bends[1:] - one.bends[:-1]).abs() / ((square - one.ratio) * one.steps[1:])
+    both = used[1:] & used[:-1]
+    return torch.where(both.any(0), torch.where(both, change, 0.0).sum(0), torch.inf)
 
 
 def _is_staircase(one: Measured, values: Tensor, allowed: Tensor) -> Tensor:
@@ -433,9 +455,16 @@ def _quantum(one: Measured) -> Tensor:
         return torch.full_like(one.rounding, torch.inf)
     taken = (one.widths != 0) & one.changes.isfinite()
     quantum = torch.where(taken & (one.changes != 0), last_digit(one.changes), torch.inf).amin(0)
+    return torch.where(_is_constant(one) & (quantum > ROUNDING * one.rounding), quantum, torch.inf)
+
+
+def _is_constant(one: Measured) -> Tensor:
+    """Whether func does not change at the smallest step at which it is finite: bool, shape (entries,)."""
+    if not len(one.changes):
+        return torch.zeros_like(one.rounding, dtype=torch.bool)
+    taken = (one.widths != 0) & one.changes.isfinite()
     last = (taken * torch.arange(1, len(taken) + 1, device=taken.device)[:, None]).argmax(0, keepdim=True)
-    is_constant = (taken & (one.changes == 0)).gather(0, last)[0]
-    return torch.where(is_constant & (quantum > ROUNDING * one.rounding), quantum, torch.inf)
+    return (taken & (one.changes == 0)).gather(0, last)[0]
 
 
 def _is_absorbed(one: Measured, quantum: Tensor) -> Tensor:

@@ -45,6 +45,9 @@ STRAIGHT_STEPS = 256, 64
 """Steps, in units of eps, at which an output is a straight line if it is one but for rounding inside func that changes
 it at steps of eps: far above eps, and small enough for the curvature of most functions."""
 
+SMOOTH_STEPS = 64, 16
+"""Steps, in units of eps, at which the bends of an output show whether it has a kink within eps of x."""
+
 STAIR_STEPS = 0.215, 0.553, 1.28, 1.534, 4.34, 10.03
 """Steps, in units of eps, at which the height of stairs is measured: stairs of about eps in width show there. Next to a
 kink, where the changes are a (step - b), no a and b make them multiples of one number."""
@@ -244,7 +247,7 @@ def rounded_rows(
     if not smaller.eps < first.eps:
         return []
     stairs = _staircase_rows(problem, settings, smaller, pending)
-    return sorted({*_absorbed_rows(problem, first, smaller, pending), *stairs.tolist()})
+    return sorted({*_absorbed_rows(problem, settings, first, smaller, pending), *stairs.tolist()})
 
 
 def _staircase_rows(problem: Problem, settings: Settings, smaller: Differences, pending: Tensor) -> Tensor:
@@ -292,13 +295,16 @@ def _are_stairs(problem: Problem, settings: Settings, smaller: Differences, rows
     return height.isfinite() & enough & ((stairs - stairs.round()).abs() <= STAIR_SHARE).all(0)
 
 
-def _absorbed_rows(problem: Problem, first: Differences, smaller: Differences, pending: Tensor) -> list[int]:
+def _absorbed_rows(
+    problem: Problem, settings: Settings, first: Differences, smaller: Differences, pending: Tensor
+) -> list[int]:
     """The pending outputs that change at the first step size but not at a smaller one, which rounding may absorb.
 
     Their changes are multiples of a number that is too large for rounding of the outputs. For example, the changes of
     (f(x) + 1e6) - 1e6 are multiples of 1e-10, and smaller changes of f(x) have no effect. This does not show that the
     derivative is zero. If an output is constant next to a kink, for example the kink of relu, its changes at the first
-    step size are not rounded.
+    step size are not rounded. If no kink explains them, the outputs are also returned: near zero, 1 - cos(x) is
+    constant, but not because of a kink.
     """
     rows = (pending & first.derivatives.any(0) & ~smaller.derivatives.any(0)).nonzero().reshape(-1)
     if not rows.numel():
@@ -308,7 +314,31 @@ def _absorbed_rows(problem: Problem, first: Differences, smaller: Differences, p
         for plus, minus in ((above[rows], below[rows]) for above, below, _ in problem.both_sides(vector, first.eps)):
             quantum = torch.where(plus != minus, torch.minimum(quantum, last_digit(plus - minus)), quantum)
             size = torch.stack([size, plus.abs(), minus.abs()]).amax(0)
-    return [int(row) for row in rows[~(quantum <= 2 * ROUNDING * problem.unit_roundoff * size)]]
+    absorbed = ~(quantum <= 2 * ROUNDING * problem.unit_roundoff * size)
+    return [int(row) for row in rows[absorbed | _are_smooth(problem, settings, first.directions, rows)]]
+
+
+def _are_smooth(problem: Problem, settings: Settings, directions: Tensor, rows: Tensor) -> Tensor:
+    """Whether no kinks near x explain the slopes of outputs that are constant at small steps: bool, shape (rows,).
+
+    At kinks, the bends f(x + h) - 2 f(x) + f(x - h) are proportional to h, and nearly twice as large as h times the
+    slope; if func is smooth, they are proportional to the square of h. Two steps show the former part.
+    """
+    base, (wide, narrow) = problem.base()[rows], SMOOTH_STEPS
+    ratio = wide / narrow
+    found = torch.zeros(3, len(directions), rows.numel(), dtype=torch.float64, device=base.device)
+    for vector, (slope, apart, kink) in zip(directions, found.unbind(1), strict=True):
+        steps = (problem.both_sides(vector, factor * settings.eps) for factor in (wide, narrow))
+        for (plus, minus, large), (above, below, small) in zip(*steps, strict=True):
+            own = (above - below)[rows] / (2 * small)
+            slope += own
+            apart += own - (plus - minus)[rows] / (2 * large)
+            bend, wider = (above + below)[rows] - 2 * base, (plus + minus)[rows] - 2 * base
+            kink += (ratio**2 * bend - wider).abs() / ((ratio**2 - ratio) * small)
+    # The norms over all directions, because in one of them the bends of several kinks may cancel.
+    slopes, apart, kinks = torch.linalg.vector_norm(found, dim=1)
+    smooth: Tensor = (slopes > settings.atol / 4) & (apart <= slopes / 4) & (kinks <= slopes / 2)
+    return smooth
 
 
 def weights(noise: Tensor, norm: float, atol: float, pending: Tensor) -> Tensor:

@@ -1233,3 +1233,53 @@ def test_other_values_in_one_call_of_a_search_for_a_pattern(name: str) -> None:
         if fastgrad.check(once, x, engine="compressed").verdict == "passed":
             passed.append(call)
     assert len(passed) <= 6, passed
+
+
+CANCELLATION: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "1 - cos": (lambda x: 1 - x.cos(), torch.sin),
+    "pseudo-Huber": (lambda x: (1 + x * x).sqrt() - 1, lambda x: x / (1 + x * x).sqrt()),
+    "cosh - 1": (lambda x: x.cosh() - 1, torch.sinh),
+    "softplus": (lambda x: (x.exp() + (-x).exp()).log() - x.new_tensor(2.0).log(), torch.tanh),
+}
+
+
+@pytest.mark.parametrize("name", CANCELLATION)
+@pytest.mark.parametrize(("factor", "at"), [(1e6, 1.3e-8), (1e6, 3e-8), (1e3, 1.2e-7)])
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_a_func_that_cancellation_makes_constant_at_small_steps(
+    name: str, factor: float, at: float, fast_mode: bool
+) -> None:
+    value, derivative = CANCELLATION[name]
+    x = torch.tensor([at, -1.1 * at, 1.25 * at], dtype=torch.float64, requires_grad=True)
+    right = custom(lambda x: factor * value(x), lambda g, x: factor * g * derivative(x))
+    missing = custom(lambda x: factor * value(x), lambda g, x: torch.zeros_like(g))
+    assert fastgrad.check(right, x, fast_mode=fast_mode).verdict == "passed"
+    assert fastgrad.check(missing, x, fast_mode=fast_mode).verdict == "failed"
+
+
+@pytest.mark.parametrize("factor", [1e4, 1e6, 1e8])
+@pytest.mark.parametrize("at", [1e-9, 4e-9])
+def test_sums_of_many_elements_that_cancellation_makes_constant(factor: float, at: float) -> None:
+    matrix = torch.randn(3, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = (at * matrix[0]).requires_grad_()
+    cosine = custom(lambda x: factor * (1 - x.cos()), lambda g, x: torch.zeros_like(g))
+    report = fastgrad.check(lambda x: matrix @ cosine(x), x, fast_mode=True)
+    assert report.verdict == "failed"
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize(
+    "func",
+    [
+        lambda x: (x - 1e-7).relu(),
+        lambda x: 1e6 * (x - 1e-7).relu() ** 2,
+        lambda x: (x.abs() - 2e-7).relu(),
+        lambda x: (x - 3e-7).relu() + 2 * (-x - 2e-7).relu(),
+        lambda x: x.clamp(min=2e-7),
+    ],
+)
+def test_a_func_that_kinks_make_constant_at_small_steps(func: Func, fast_mode: bool) -> None:
+    matrix = torch.randn(3, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = (1e-8 * matrix[0]).requires_grad_()
+    assert fastgrad.check(func, x, fast_mode=fast_mode).verdict == "passed"
+    assert fastgrad.check(lambda x: matrix @ func(x), x, fast_mode=fast_mode).verdict == "passed"
