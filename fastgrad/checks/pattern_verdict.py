@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func, unless_rejected
 from fastgrad.core.native import ops
-from fastgrad.core.tensors import checksum, differ, largest, largest_change
+from fastgrad.core.tensors import checksum, differ, largest, largest_change, largest_finite
 from fastgrad.engines import compressed, executor
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.executor import RejectedError
@@ -322,7 +322,7 @@ class PatternVerdict(_Entries):
         # Values may differ by rtol times the largest one. Values that are not finite must recur.
         own = self._settings.loosest()
         allowed = own.atol + self._settings.nondet_tol * self._problem.m
-        allowed += own.rtol * largest(before.nan_to_num(0.0, 0.0, 0.0))
+        allowed += own.rtol * largest_finite(before)
         return not bool(torch.isclose(again, before, rtol=0.0, atol=allowed, equal_nan=True).all())
 
     def _judged(self, repeat: Failure | None) -> Failure | Incomplete | None:

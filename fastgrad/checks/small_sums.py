@@ -16,7 +16,7 @@ from fastgrad.core.native import Derivatives, Layout, RandomDirections, flattene
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import SKETCH_DIRECTIONS
-from fastgrad.core.tensors import differ, largest, near
+from fastgrad.core.tensors import differ, largest, largest_finite, near
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.plan import sketch_size
@@ -477,7 +477,7 @@ def _same_as_early(check: SmallCheck, plain: ScreeningGradOutputs, again: Tensor
     if torch.equal(again, early):
         return True
     problem, sums = check.problem, plain.early.abs().sum(1).tolist()
-    rounding = ROUNDING * problem.unit_roundoff * problem.m**0.5 * largest(early[0].nan_to_num(0.0, 0.0, 0.0))
+    rounding = ROUNDING * problem.unit_roundoff * problem.m**0.5 * largest_finite(early[0])
     if not problem.is_custom and not differ(again, early, max(settings.atol, rounding), False):
         return True  # a built-in backward may round differently at another scale
     # The complete check decides about small differences.

@@ -84,3 +84,8 @@ def largest(values: Tensor) -> float:
         return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
     # For many elements, this is four times as fast as a norm, and makes no copy.
     return float(torch.stack(values.aminmax()).abs().amax())
+
+
+def largest_finite(values: Tensor) -> float:
+    """The largest magnitude of the finite elements; zero if there are none."""
+    return largest(values.nan_to_num(0.0, 0.0, 0.0))

@@ -15,7 +15,7 @@ from fastgrad.core.native import SmallProblem
 from fastgrad.core.phases import clock
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import GRAPH_STREAM, direction
-from fastgrad.core.tensors import differ, largest
+from fastgrad.core.tensors import differ, largest_finite
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 
@@ -141,7 +141,7 @@ def base_varies(problem: Problem, settings: Settings) -> bool:
 
 def _allowed_change(problem: Problem | SmallProblem, settings: Settings, values: Tensor) -> float:
     """The largest change of repeated outputs, shape (m,), that rounding explains or a difference tolerates."""
-    size = largest(values.nan_to_num(0.0, 0.0, 0.0))  # values that are not finite must not change at all
+    size = largest_finite(values)  # values that are not finite must not change at all
     return max(ROUNDING * problem.unit_roundoff * size, settings.eps * settings.atol)
 
 

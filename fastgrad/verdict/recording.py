@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastgrad.core.native import flattened, ops
 from fastgrad.core.random import NEW_GRAD_OUTPUT_STREAM, direction
-from fastgrad.core.tensors import largest
+from fastgrad.core.tensors import largest_finite
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.second_order import Backward
@@ -44,7 +44,7 @@ def moves_on_one_graph(problem: Problem, settings: Settings, backward: Backward)
     """Whether two runs of the backward on one graph gave gradients that differ by more than the tolerances."""
     if not backward.movement:
         return False
-    size = largest(problem.base().nan_to_num(0.0, 0.0, 0.0))
+    size = largest_finite(problem.base())
     return backward.movement > settings.atol + settings.nondet_tol + settings.rtol * size
 
 

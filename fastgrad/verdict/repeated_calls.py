@@ -12,7 +12,7 @@ from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import Layout
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.tensors import differ, largest, near
+from fastgrad.core.tensors import differ, largest, largest_finite, near
 from fastgrad.engines.blocks import MAX_AT_ONCE, MAX_CACHED, JacobianBlock
 from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, NON_CONTIGUOUS, SPARSE
 from fastgrad.problem.coordinates import Block, block_with
@@ -190,7 +190,7 @@ class RepeatedCalls:
             own = self._settings.of(block.input.index)
             if not agrees_between_graphs(self._problem, own, again, known, self._settings.nondet_tol):
                 self._varying_output = block.output
-            self._rounding = max(self._rounding, _largest_difference(again, known))
+            self._rounding = max(self._rounding, largest_finite(again - known))
 
     def compare_all(self, jacobian: Tensor, products: Tensor) -> None:
         """Like `compare`, for all rows of the Jacobian, shape (m, n), and for the first and the last product.
@@ -200,14 +200,14 @@ class RepeatedCalls:
         for row, known in self.rows.items():
             if not graphs_agree(self._problem, self._settings, jacobian[row : row + 1], known[None]):
                 self._varying_output = block_with(self._problem.outputs, row)
-            self._rounding = max(self._rounding, _largest_difference(jacobian[row], known))
+            self._rounding = max(self._rounding, largest_finite(jacobian[row] - known))
         if self._known is None or not self.rows or self._problem.m == 1:
             return
         for call, kind in (self._calls[0], FIRST_PRODUCT), (self._calls[-1], LAST_PRODUCT):
             again, known = products[GRAD_OUTPUT_KINDS.index(kind)][None], self._known[call : call + 1]
             if not graphs_agree(self._problem, self._settings, again, known, self._cotangents(range(call, call + 1))):
                 self._varying_output = self._problem.outputs[0]
-            self._rounding = max(self._rounding, _largest_difference(again, known))
+            self._rounding = max(self._rounding, largest_finite(again - known))
 
     @phase("repeated calls")
     def failure(self, one_round: bool = False) -> Failure | None:
@@ -261,7 +261,7 @@ class RepeatedCalls:
             again = problem.vjp_of_older_graph(2 * cotangent, layouts, only) / 2
             if not torch.equal(again, known) and not graphs_agree(problem, settings, again, known, cotangent):
                 return nondeterministic(problem.outputs[max(0, number)])
-            self._rounding = max(self._rounding, _largest_difference(again, known))
+            self._rounding = max(self._rounding, largest_finite(again - known))
         return None
 
     def _order(self, one_round: bool) -> list[int]:
@@ -303,7 +303,7 @@ class RepeatedCalls:
         if self._problem.m == 1 or 0 < call <= len(self._rows):
             return self._settings.nondet_tol
         # A value that is not finite must recur. It does not count for the tolerance.
-        rounding = ROUNDING * self._problem.unit_roundoff * largest(known[call].nan_to_num(0.0, 0.0, 0.0))
+        rounding = ROUNDING * self._problem.unit_roundoff * largest_finite(known[call])
         movement = allowed_movement(self._settings, self._cotangents(range(call, call + 1)))
         return max(rounding, movement, self._product_tolerance)
 
@@ -332,7 +332,7 @@ class RepeatedCalls:
             if not bool((near(again, gradient, allowed + rounding) | infinite).all()):
                 return self._sum_explanation(cotangent, again, allowed, scales, multiples)
         # A difference beyond rounding may be an error of one call. It is within the tolerances and is certified.
-        difference = _largest_difference(again, gradient)
+        difference = largest_finite(again - gradient)
         if difference > ROUNDING * self._problem.unit_roundoff * largest(sizes):
             self._rounding = max(self._rounding, difference)
         return None
@@ -403,15 +403,11 @@ def first_varying(
             is_new = differ(other, before, tolerance(row), False)
             if is_new and (row in of_this_graph or not graphs_agree(problem, settings, other, before, cotangents[row])):
                 return problem.outputs[max(0, only[row])], rounding
-            rounding = max(rounding, _largest_difference(other, before))
+            rounding = max(rounding, largest_finite(other - before))
             if is_new:
                 before.copy_(other)
         of_this_graph.add(row)
     return None, rounding
-
-
-def _largest_difference(left: Tensor, right: Tensor) -> float:
-    return largest((left - right).nan_to_num(0.0, 0.0, 0.0))
 
 
 @lru_cache(32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgrad.core.native import Layout, ops
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.tensors import differ, largest, near
+from fastgrad.core.tensors import differ, largest, largest_finite, near
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
@@ -185,7 +185,7 @@ def agrees_between_graphs(
     problem: Problem | SmallBackward, own: Tolerances, again: Tensor, known: Tensor, movement: float
 ) -> bool:
     """As `graphs_agree`, for one input with its tolerances; movement: the allowed difference between two runs."""
-    size = largest(known.nan_to_num(0.0, 0.0, 0.0))
+    size = largest_finite(known)
     allowed = SHARE_BETWEEN_GRAPHS * (own.atol + own.rtol * size) + ROUNDING * problem.unit_roundoff * size
     return bool(near(again, known, allowed + movement).all())
 
