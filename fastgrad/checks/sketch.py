@@ -43,7 +43,13 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, difference_along, entry_in_row, located_failure, unspecified_failure
 from fastgrad.verdict.linearity import linearity_failure, one_hot_rows, scaled_failure, separate_failure
 from fastgrad.verdict.locate import locate
-from fastgrad.verdict.repeated_rows import ALONG_DIRECTION, nondeterministic, nondeterministic_func, raised_for
+from fastgrad.verdict.repeated_rows import (
+    ALONG_DIRECTION,
+    allowed_movement,
+    nondeterministic,
+    nondeterministic_func,
+    raised_for,
+)
 
 MAX_STEPS = 5
 SMALLER, LARGER = 2.0**-5, 2.0**6
@@ -437,9 +443,8 @@ def _repeat_failure(
 ) -> Failure | None:
     """The failure if a VJP differs when run again or scaled, or is not the sum of the VJPs of single outputs."""
     failure = separate_failure(problem, settings, vector, gradient)
-    tolerance = settings.nondet_tol * float(vector.abs().sum()) if settings.nondet_tol else 0.0
     moved = [again for again in repeats if not torch.equal(again, gradient)]
-    if any(differ(again[None], gradient[None], tolerance, False) for again in moved):
+    if any(differ(again[None], gradient[None], allowed_movement(settings, vector), False) for again in moved):
         return nondeterministic(problem.outputs[0])
     return failure or scaled_failure(problem, settings, vector, gradient)
 

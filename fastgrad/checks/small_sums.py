@@ -34,7 +34,7 @@ from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.linearity import one_sign_failure
 from fastgrad.verdict.repeated_calls import first_varying, repeated_calls_certificate
-from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
+from fastgrad.verdict.repeated_rows import ALONG_DIRECTION, allowed_movement
 
 SMALLER_STEP = 1 / 8
 """If curvature dominates the noise, sums are compared again with the step multiplied by this factor. Errors from
@@ -464,9 +464,7 @@ def earlier_vjps_repeat(check: SmallCheck, last: int) -> bool:
         total = cotangents.sum(0, keepdim=True)
         again = check.problem.vjps(total, [Layout.CONTIGUOUS], [-1])[0]
         check.vjps += 1
-        allowed = (
-            settings.atol + settings.rtol * gradients.abs().amax(0) + settings.nondet_tol * float(total.abs().sum())
-        )
+        allowed = settings.atol + settings.rtol * gradients.abs().amax(0) + allowed_movement(settings, total)
         check.vjp_varies = not bool(near(again, gradients.sum(0), allowed).all())
     return not check.vjp_varies
 
@@ -531,7 +529,7 @@ def _same_if_contiguous(check: SmallCheck, vector: Tensor, gradient: Tensor) -> 
     again = check.problem.vjps(vector[None], [Layout.CONTIGUOUS], [-1])[0]
     check.vjps += 1
     allowed = check.settings.atol + check.settings.rtol * gradient.abs()
-    same = near(again[0], gradient, allowed + check.settings.nondet_tol * float(vector.abs().sum()))
+    same = near(again[0], gradient, allowed + allowed_movement(check.settings, vector))
     if not bool(same.all()):
         add_products(check, vector[None], again)
     return bool(same.all())
@@ -592,7 +590,7 @@ def _repeat(
     again = SmallBackward(check.problem, check.vjps)
 
     def tolerance(row: int) -> float:
-        return check.settings.nondet_tol * float(made.vectors[row].abs().sum())
+        return allowed_movement(check.settings, made.vectors[row])
 
     rows = made.vectors, made.only, gradients.clone()
     moving, rounding = first_varying(again, check.settings, *rows, order, tolerance, run_again)

@@ -32,6 +32,7 @@ from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.negation import linear_bound, negation_failure
 from fastgrad.verdict.repeated_rows import (
     RERUNS,
+    allowed_movement,
     by_inputs,
     nondeterministic,
     nonlinear_sum,
@@ -452,7 +453,8 @@ def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, grad
             return nondeterministic(problem.outputs[0])
         scaled, scale = -problem.vjp(-cotangent.unsqueeze(0)), -1.0
     error = torch.where(finite, gradient - scaled, 0.0)  # entries that are not finite were compared with differences
-    if largest(error) <= settings.atol + settings.nondet_tol * float(cotangent.abs().sum()):
+    movement = allowed_movement(settings, cotangent)
+    if largest(error) <= settings.atol + movement:
         return None
     failure = negation_failure(problem, settings, "reverse", cotangent)
     atol, rtol = tolerances(problem, settings)
@@ -460,8 +462,7 @@ def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, grad
     if failure is not None or bool((error.abs() <= allowed).all()):
         return failure
     again = problem.vjp(torch.stack([cotangent, scale * cotangent]))
-    movement = settings.nondet_tol * float(cotangent.abs().sum()) * abs(scale)
-    if differ(again, torch.cat([gradient[None], scale * scaled]), movement, False):
+    if differ(again, torch.cat([gradient[None], scale * scaled]), movement * abs(scale), False):
         return nondeterministic(problem.outputs[0])  # two gradients also differ if one of the runs was wrong
     addends = f"gradients for {scale:g} times this grad_output, divided by {scale:g},"
     return _sum_failure(problem, settings, gradient, scaled, "for a random grad_output", addends)

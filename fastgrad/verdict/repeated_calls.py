@@ -319,7 +319,7 @@ class RepeatedCalls:
         """The failure if one of the VJPs that were not compared with rows was wrong, or backward is not linear."""
         again = self._problem.vjp(cotangent[None])[0]
         atol, rtol = tolerances(self._problem, self._settings)
-        allowed = atol + rtol * sizes + self._settings.nondet_tol * float(cotangent.abs().sum())
+        allowed = atol + rtol * sizes + allowed_movement(self._settings, cotangent)
         allowed += ROUNDING * self._problem.unit_roundoff * torch.maximum(sizes, again.abs()).nan_to_num(0.0, 0.0, 0.0)
         # The sum of infinite gradients may be NaN, or infinite with the other sign.
         infinite = ~(again.isfinite() | gradient.isfinite())

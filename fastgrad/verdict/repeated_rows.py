@@ -178,7 +178,9 @@ def graphs_agree(
 
 def allowed_movement(settings: Settings, cotangent: Tensor | None = None) -> float:
     """The difference between two runs of a VJP that nondet_tol allows; cotangent: as in `graphs_agree`."""
-    return settings.nondet_tol * (1.0 if cotangent is None else float(cotangent.abs().sum()))
+    if cotangent is None or not settings.nondet_tol:
+        return settings.nondet_tol
+    return settings.nondet_tol * float(cotangent.abs().sum())
 
 
 def agrees_between_graphs(
