@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +37,11 @@ def relative_step(dtype: torch.dtype) -> float:
 def modulus(value: complex) -> float:
     """|value|; abs() raises for some complex infinities and NaNs."""
     return math.hypot(value.real, value.imag)
+
+
+def number_of(coordinates: Sequence[float]) -> complex:
+    """The real or complex number that one or two coordinates make."""
+    return coordinates[0] if len(coordinates) == 1 else complex(*coordinates)
 
 
 def excess(difference: float, allowed: float) -> float:

@@ -15,7 +15,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.memory import Result
 from fastgrad.core.native import WholeBackward, ops
 from fastgrad.core.phases import phase
-from fastgrad.core.precision import excess, modulus
+from fastgrad.core.precision import excess, modulus, number_of
 from fastgrad.core.tensors import element_index, element_number
 from fastgrad.problem.coordinates import Block, per_coordinate
 from fastgrad.problem.problem import Problem
@@ -232,7 +232,7 @@ class PairComparison:
         self._keep_failing(analytical, numerical, width, elements)
         if self.worst is None or excess > self.worst_excess:
             i, k = int(row), int(column)
-            a, n = (_entry(block[i, k * width : (k + 1) * width]) for block in (analytical, numerical))
+            a, n = (number_of(block[i, k * width : (k + 1) * width].tolist()) for block in (analytical, numerical))
             self.worst_excess = excess
             along_row, along_column = (int(element) for element in elements(i, k))
             places = along_rows.element_index(along_row), along_columns.element_index(along_column)
@@ -437,11 +437,6 @@ def spans(elements: Tensor, shape: Sequence[int]) -> tuple[Span, ...]:
         few = tuple(places.tolist()) if count <= FEW_PLACES else ()
         found.append(Span(size, count, first, last, step if regular else None, few))
     return tuple(reversed(found))
-
-
-def _entry(coordinates: Tensor) -> complex:
-    values = coordinates.tolist()
-    return values[0] if len(values) == 1 else complex(*values)
 
 
 def _matrix(block: Tensor, width: int) -> Tensor:

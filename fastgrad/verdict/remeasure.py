@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.phases import phase
-from fastgrad.core.precision import modulus
+from fastgrad.core.precision import modulus, number_of
 from fastgrad.engines.ridders import LARGEST_STEP, Refinement, measured, settled
 from fastgrad.engines.stairs import mark_stairs
 from fastgrad.problem.coordinates import Block
@@ -135,12 +135,7 @@ def not_finite(problem: Problem, record_graph: bool, suspects: Suspects) -> Reme
 
 def _number(coordinates: Tensor) -> str:
     """The text of a value of one or two coordinates."""
-    return f"{_value(coordinates.tolist()):.6g}"
-
-
-def _value(coordinates: Sequence[float]) -> complex:
-    """The real or complex number that one or two coordinates make."""
-    return coordinates[0] if len(coordinates) == 1 else complex(*coordinates)
+    return f"{number_of(coordinates.tolist()):.6g}"
 
 
 @phase("re-measuring")
@@ -300,7 +295,7 @@ def _convergence(parts: list[tuple[Refinement, int]]) -> tuple[Difference, ...]:
     column, row = parts[0]
     pairs = [zip(column.changes[row].tolist(), column.widths[row].tolist(), strict=True) for column, row in parts]
     return tuple(
-        Difference(step, _value([change for change, _ in own]), _value([change / width for change, width in own]))
+        Difference(step, number_of([change for change, _ in own]), number_of([change / width for change, width in own]))
         for step, *own in zip(column.steps[row].tolist(), *pairs, strict=False)
         if all(width for _, width in own)
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.native import Layout, ops
-from fastgrad.core.precision import ROUNDING
+from fastgrad.core.precision import ROUNDING, number_of
 from fastgrad.core.tensors import differ, largest, largest_finite, near
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock
 from fastgrad.problem.coordinates import Block
@@ -71,8 +71,8 @@ def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None
         return None
     row, entry = int(fields[2]), int(fields[3])
     element = block.output.element_index(block.first_row + row)
-    numbers = (rows[row, entry * width : (entry + 1) * width].tolist() for rows in (analytical, block.repeated))
-    value, scaled = (complex(*pair) if width == 2 else pair[0] for pair in numbers)
+    within = slice(entry * width, (entry + 1) * width)
+    value, scaled = (number_of(rows[row, within].tolist()) for rows in (analytical, block.repeated))
     at = block.input.element_index(block.first_column // width + entry)
     wrong, right = REPEAT_SCALE * scaled + 0.0, REPEAT_SCALE * value + 0.0
     digits = digits_apart(wrong, right)
