@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastgrad.core import torch_private
 from fastgrad.core.tensors import element_index
+from fastgrad.report.failure import Part
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,10 @@ class Block:
     def index_at(self, coordinate: int) -> tuple[int, ...]:
         """The multi-index of the element to which a coordinate of the block, in [first, end), belongs."""
         return self.element_index((coordinate - self.first) // self.width)
+
+    def part_at(self, coordinate: int) -> Part:
+        """The part of its element that a coordinate of the block is."""
+        return "all" if not self.is_complex else "imaginary" if (coordinate - self.first) % 2 else "real"
 
 
 def per_coordinate(blocks: Sequence[Block], value: Callable[[Block], float], device: torch.device) -> Tensor:

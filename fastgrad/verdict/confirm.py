@@ -108,8 +108,7 @@ def entry_at(problem: Problem, settings: Settings, row: int, column: int, gradie
     # A complex element has two coordinates. In reverse mode, those of an input make one complex entry, and those of an
     # output are two parts that are checked separately. In forward mode, inputs and outputs change roles.
     mode: Mode = "forward" if gradient is None else "reverse"
-    side, offset = (output, row - output.first) if gradient is not None else (block, column - block.first)
-    part: Part = "all" if not side.is_complex else "imaginary" if offset % 2 else "real"
+    part = block.part_at(column) if gradient is None else output.part_at(row)
     rows: tuple[int, ...] = (row,)
     columns: tuple[int, ...] = (column,)
     if gradient is not None:
@@ -407,14 +406,14 @@ def unspecified_failure(problem: Problem, settings: Settings, vector: Tensor) ->
             break
         low, high = (middle, high) if entry.row else (low, middle)
     output, block = block_with(problem.outputs, low), problem.inputs[number]
-    element, imaginary = divmod(low - output.first, output.width)
+    element = (low - output.first) // output.width
     pair = PairComparison(output, block, settings.of(block.index))
     pair.add_unspecified(element, entry.element, entry.value)
     if not pair.mismatches:
         return None
     comparison = _with_worst(problem, settings.of(block.index).eps, pair, None, ())
-    part: Part = "all" if not output.is_complex else "imaginary" if imaginary else "real"
-    return _mismatch(output, block, part, pair.mode, comparison, RemeasuredEntry(pair.unspecified[0], UNSPECIFIED))
+    wrong = RemeasuredEntry(pair.unspecified[0], UNSPECIFIED)
+    return _mismatch(output, block, output.part_at(low), pair.mode, comparison, wrong)
 
 
 def mismatch_failure(

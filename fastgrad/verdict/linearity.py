@@ -26,7 +26,7 @@ from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Certificate
-from fastgrad.report.failure import Failure, Part
+from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import tolerances
 from fastgrad.verdict.negation import linear_bound, negation_failure
@@ -376,7 +376,7 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
         for output in problem.outputs:
             if (imaginary and not output.is_complex) or not output.size:
                 continue
-            part: Part = ("imaginary" if imaginary else "real") if output.is_complex else "all"
+            part = output.part_at(output.first + imaginary)
             element, *last = one_hot_elements(output.tensor.numel(), settings.seed)
             run = partial(problem.analytical_rows, output, imaginary, element, 1, repeated=1, scale=REPEAT_SCALE)
             rows, again, match = run()
