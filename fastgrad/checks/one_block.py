@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fastgrad.checks.small_result import compared_pairs
 from fastgrad.core.native import Rows, SmallProblem, WholeBackward, largest_errors
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
@@ -16,7 +17,6 @@ from fastgrad.engines.grad_output_kinds import GRAD_OUTPUT_KINDS, HALVED
 from fastgrad.engines.plan import is_one_block, most_vectorized_rows
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.small_backward import SmallBackward
-from fastgrad.report.data import Pair
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.linearity import linear_backward, linearity_cotangents
@@ -156,20 +156,17 @@ def agrees(problem: Problem, settings: Settings, backward: WholeBackward, column
     inputs = [
         (block.size, block.is_complex, one.atol, one.rtol) for block, one in zip(problem.inputs, own, strict=True)
     ]
-    pairs = []
+    errors = []
     for (output, part), found in zip(row_parts(problem.outputs), backward.parts, strict=True):
         match = found.match
         if not (match.repeats and match.sizes and (match.dtypes or not settings.check_grad_dtypes)):
             return False
         first = output.first + int(part == "imaginary")
-        errors = largest_errors(found.rows, columns, first, output.width, inputs)
-        if errors is None:
+        of_part = largest_errors(found.rows, columns, first, output.width, inputs)
+        if of_part is None:
             return False
-        for block, own_errors in zip(problem.inputs, errors, strict=True):
-            entries = output.tensor.numel() * block.tensor.numel()
-            places = output.index, block.index, output.position, block.position
-            pairs.append(Pair(*places, part, "reverse", entries, 0, True, *own_errors, False))
-    findings.pairs += pairs
+        errors.append(of_part)
+    findings.pairs += compared_pairs(problem.outputs, problem.inputs, errors, "reverse")
     if problem.m > 1:
         findings.certificates.append(linear_backward(GRAD_OUTPUT_KINDS, settings.atol))
     return True

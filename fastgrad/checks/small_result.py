@@ -137,9 +137,9 @@ class SmallCheck(Findings):
         """The pairs whose entries were all compared, for a check that passed; empty if only sums were compared."""
         backward = SmallBackward(self.problem, self.vjps)
         inputs, outputs = backward.inputs, backward.outputs
-        forward = list(_pairs(inputs, outputs, self.tangent_errors, "forward"))
+        forward = list(compared_pairs(inputs, outputs, self.tangent_errors, "forward"))
         forward.sort(key=lambda pair: (pair.part == "real", pair.output, pair.input))
-        reverse = _pairs(outputs, inputs, self.errors, "reverse")
+        reverse = compared_pairs(outputs, inputs, self.errors, "reverse")
         if self.pattern is not None:
             entries_between = self.pattern.entries_between
             return [
@@ -148,7 +148,7 @@ class SmallCheck(Findings):
         return [*reverse, *forward]
 
 
-def _pairs(
+def compared_pairs(
     outer: Sequence[Block], inner: Sequence[Block], errors: list[list[tuple[float, float]]] | None, mode: Mode
 ) -> Iterator[Pair]:
     """Yields what was compared, by part of the outer side (outputs in reverse mode) and by tensor of the inner side."""
