@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from fastgrad.engines import compressed
-from fastgrad.engines.compressed import Compression
+from fastgrad.engines.compressed import Compression, compress_for
 from fastgrad.engines.plan import column_evaluations, detection_budget, takes_long
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
@@ -71,9 +70,7 @@ class Candidates:
         if self._certifies and takes_long(column_evaluations(self._settings) * self.pattern.most_in_row, self._look):
             dense = self.pattern.dense_rows()
             rows = dense if dense.any() else None
-        problem, excluded = self._problem, (rows, self._excluded_columns)
-        blocks, separate = (problem.inputs, problem.outputs), problem.differentiates_custom_code
-        return compressed.compress(self.pattern, *blocks, problem.device, *excluded, separate_inputs=separate)
+        return compress_for(self._problem, self.pattern, rows, self._excluded_columns)
 
     def exclude_columns(self) -> bool:
         """Excludes dense columns, because they prevent rows from sharing a group; returns whether there are any.

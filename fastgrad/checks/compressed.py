@@ -23,7 +23,7 @@ from fastgrad.core.errors import unless_rejected
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import largest
 from fastgrad.engines import compressed, cost_model
-from fastgrad.engines.compressed import Compression
+from fastgrad.engines.compressed import Compression, compress_for
 from fastgrad.engines.plan import (
     can_be_dense,
     dense_is_small,
@@ -275,8 +275,7 @@ def _compressions(
     without_gradients = partial(patterns.probe, watch_gradients=False)
     finders = patterns.guess, patterns.decode, patterns.probe, without_gradients, patterns.align
     for pattern in filter(None, (find() for find in finders)):
-        blocks, separate = (problem.inputs, problem.outputs), problem.differentiates_custom_code
-        compression = compressed.compress(pattern, *blocks, problem.device, separate_inputs=separate)
+        compression = compress_for(problem, pattern)
         columns, rows = compression.column_groups.count, sum(grouping.count for grouping in compression.row_groups)
         if pays_to_compress(problem, settings, columns, rows):
             plan = Plan("compressed", 0, 0, look.record_graph, pattern.origin)

@@ -140,6 +140,14 @@ def compress(
     return Compression(pattern, rows, columns, column_groups, tuple(row_groups), column_colors, *masks)
 
 
+def compress_for(
+    problem: Problem, pattern: Pattern, excluded_rows: Mask | None = None, excluded_columns: Mask | None = None
+) -> Compression:
+    """Colors a pattern of a problem's Jacobian; excluded_rows, excluded_columns: as in `compress`."""
+    sides, excluded = (problem.inputs, problem.outputs), (excluded_rows, excluded_columns)
+    return compress(pattern, *sides, problem.device, *excluded, problem.differentiates_custom_code)
+
+
 def _by_kind(inputs: Sequence[Block], kinds: Sequence[float], colors: Indices, excluded: Mask | None) -> Indices:
     """The colors, split so that columns of inputs of different kinds have different colors: shape (n,).
 
