@@ -23,7 +23,7 @@ from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Failure, Part
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
-from fastgrad.verdict.comparison import Findings, tolerances
+from fastgrad.verdict.comparison import Findings, excesses
 from fastgrad.verdict.confirm import entries_failure, pattern_mismatch
 from fastgrad.verdict.linearity import one_hot_rows, separate_failure
 from fastgrad.verdict.numerical_certificate import MAX_SUSPECTS, Incomplete, NumericalCertificate, incomplete
@@ -204,9 +204,8 @@ class _Entries:
         return self._excess_of(self._of_backward.values[entries], entries)
 
     def _excess_of(self, values: Tensor, entries: Tensor | slice = slice(None)) -> Tensor:
-        numerical = self.numerical[entries]
-        atol, rtol = tolerances(self._problem, self._settings, self.compression.columns[entries])
-        return (values - numerical).abs() / (atol + rtol * numerical.abs())
+        numerical, columns = self.numerical[entries], self.compression.columns[entries]
+        return excesses(self._problem, self._settings, values, numerical, columns)
 
     def _mismatch(self) -> Failure | None:
         """The failure of the first pair with an entry that is wrong by the allclose rule, in torch's order."""

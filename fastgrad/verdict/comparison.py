@@ -144,6 +144,14 @@ def tolerances(
     return atol[columns], rtol[columns]
 
 
+def excesses(
+    problem: Problem, settings: Settings, values: Tensor, numerical: Tensor, columns: Tensor | slice = slice(None)
+) -> Tensor:
+    """|values - numerical| divided by the allowed error, coordinate by coordinate; columns: of these coordinates."""
+    atol, rtol = tolerances(problem, settings, columns)
+    return (values - numerical).abs() / (atol + rtol * numerical.abs())
+
+
 @dataclass(eq=False)
 class PairComparison:
     """Compares the two Jacobians of one output with respect to one input, block by block.

@@ -28,7 +28,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
-from fastgrad.verdict.comparison import tolerances
+from fastgrad.verdict.comparison import excesses, tolerances
 from fastgrad.verdict.confirm import Found, entries_failure, entry_at, entry_in_row, located_failure
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
 
@@ -313,8 +313,7 @@ class NumericalCertificate:
         mine = self._compression.entries_of_row(row)
         expected = torch.zeros_like(gradient)
         expected[self._compression.columns[mine]] = self.values[mine]
-        atol, rtol = tolerances(self._problem, self._settings)
-        error = (gradient - expected).abs() / (atol + rtol * expected.abs())
+        error = excesses(self._problem, self._settings, gradient, expected)
         column = int(error.nan_to_num(torch.inf).argmax())
         if error[column] <= 1:
             return None

@@ -23,7 +23,7 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.analytical_certificate import MAX_COTANGENTS, SAME
-from fastgrad.verdict.comparison import tolerances
+from fastgrad.verdict.comparison import excesses
 from fastgrad.verdict.confirm import entry_at, located_failure
 from fastgrad.verdict.linearity import (
     NEGLIGIBLE,
@@ -108,8 +108,7 @@ class TangentCertificate:
     def confirms_worst(self, numerical: Tensor) -> bool:
         """Whether the entry that differs most from the numerical one is the same if its column is run separately."""
         rows, columns = self._compression.rows, self._compression.columns
-        atol, rtol = tolerances(self._problem, self._settings, columns)
-        excess = (self.values - numerical).abs() / (atol + rtol * numerical.abs())
+        excess = excesses(self._problem, self._settings, self.values, numerical, columns)
         worst = int(excess.nan_to_num(torch.inf).argmax())
         tangent = torch.zeros(self._problem.n, dtype=torch.float64, device=self._problem.device)
         tangent[columns[worst]] = 1.0
