@@ -27,7 +27,7 @@ from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.plan import EXACT_CALLS, sketch_size
 from fastgrad.engines.sketch import Differences, contradicts, directional_differences, rounded_rows
-from fastgrad.problem.coordinates import block_with
+from fastgrad.problem.coordinates import block_with, restricted
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
@@ -267,9 +267,7 @@ class _ForwardScreen:
             return failure
         row = int(found.sum(0).abs().nan_to_num(torch.inf).argmax())
         for block in problem.inputs:
-            alone = torch.zeros_like(u)
-            alone[block.slice] = u[block.slice]
-            entry = entry_at(problem, self._settings, row, self._column(differences.eps, row, alone))
+            entry = entry_at(problem, self._settings, row, self._column(differences.eps, row, restricted(u, block)))
             if entry.remeasured is not None:
                 return located_failure([entry])
         return failure

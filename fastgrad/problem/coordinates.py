@@ -87,6 +87,13 @@ def block_with(blocks: Sequence[Block], coordinate: int) -> Block:
     return next(block for block in blocks if coordinate < block.end)
 
 
+def restricted(vector: Tensor, block: Block) -> Tensor:
+    """A copy of a vector of all coordinates, or of several vectors, that is zero outside a block."""
+    part = torch.zeros_like(vector)
+    part[..., block.slice] = vector[..., block.slice]
+    return part
+
+
 class Memory(NamedTuple):
     """The memory in which the coordinates of a non-strided input can be perturbed.
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from fastgrad.core import native, torch_private
 from fastgrad.core.memory import Result, repeats_if_memory_lacks
 from fastgrad.core.phases import phase
-from fastgrad.problem.coordinates import Block
+from fastgrad.problem.coordinates import Block, restricted
 from fastgrad.problem.evaluation import Evaluation, derivative_error_kept
 from fastgrad.problem.validation import changed_message
 
@@ -180,9 +180,7 @@ class ForwardMode(Evaluation):
         """
         sums = direction.new_zeros(2, self.m)
         for k, block in enumerate(self.inputs):
-            tangent = torch.zeros_like(direction)
-            tangent[block.slice] = direction[block.slice]
-            (product,) = self.jvps_of(tangent[None], [len(self.inputs) + k] if undefined else [])
+            (product,) = self.jvps_of(restricted(direction, block)[None], [len(self.inputs) + k] if undefined else [])
             positive = product > 0
             sums += torch.stack([product.masked_fill(~positive, 0.0), product.masked_fill(positive, 0.0)])
         return sums

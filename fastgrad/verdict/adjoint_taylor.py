@@ -15,7 +15,7 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import DUALITY_STREAM, direction
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import restores_caller_state
-from fastgrad.problem.coordinates import Block
+from fastgrad.problem.coordinates import Block, restricted
 from fastgrad.problem.problem import Problem
 from fastgrad.problem.validation import as_float, as_seed, is_integer, raise_without_graph
 from fastgrad.report.json_form import EqualByContent
@@ -266,9 +266,7 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
         u, v = _pair(problem, seed, trial)
         size[trial] = least * (_sums(v.abs(), outputs)[:, None] + _sums(u.abs(), inputs))
         for b, block in enumerate(inputs):
-            alone = torch.zeros_like(u)
-            alone[block.slice] = u[block.slice]
-            terms = problem.jvp_coordinates(alone).mul_(v)
+            terms = problem.jvp_coordinates(restricted(u, block)).mul_(v)
             forward[trial, :, b] = _sums(terms, outputs)
             size[trial, :, b] += _sums(terms.abs(), outputs)
         for o, output in enumerate(outputs):

@@ -17,6 +17,7 @@ from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import one_hot_elements
 from fastgrad.engines.compressed import Compression, tangent_entries
 from fastgrad.engines.grad_output_kinds import SPARSE
+from fastgrad.problem.coordinates import restricted
 from fastgrad.problem.forward import SummedJvps
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
@@ -194,14 +195,7 @@ class TangentCertificate:
     def _inputs_agree(self, tangent: Tensor) -> bool:
         """Whether JVPs in which only one of several inputs has a nonzero tangent equal their sums."""
         inputs = [block for block in self._problem.inputs if block.size]
-        if len(inputs) < 2:
-            return True
-        for block in inputs:
-            alone = torch.zeros_like(tangent)
-            alone[:, block.slice] = tangent[:, block.slice]
-            if self._resolution(alone) is None:
-                return False
-        return True
+        return len(inputs) < 2 or all(self._resolution(restricted(tangent, block)) is not None for block in inputs)
 
     def _resolution(self, tangents: Tensor) -> float | None:
         """The largest error of a JVP that rounding may explain; None if a JVP differs by more from its sum."""
