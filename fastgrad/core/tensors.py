@@ -45,6 +45,13 @@ def element_index(number: Number, shape: Sequence[int]) -> tuple[Number, ...]:
     return tuple(reversed(index))
 
 
+def ones_at(size: int, places: int | Tensor, device: torch.device) -> Tensor:
+    """A vector that is 1 at some places and 0 elsewhere: float64, shape (size,)."""
+    vector = torch.zeros(size, dtype=torch.float64, device=device)
+    vector[places] = 1.0
+    return vector
+
+
 def differ(left: Tensor, right: Tensor, tolerance: float, complex_entries: bool) -> bool:
     """Whether any entry of two blocks differs by more than an absolute tolerance; two NaNs do not differ."""
     if left.numel() > 2 * PIECE and torch.equal(left, right):

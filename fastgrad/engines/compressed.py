@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgrad.core.native import GradientsMatch, Groups, ops
 from fastgrad.core.phases import phase
-from fastgrad.core.tensors import PIECE
+from fastgrad.core.tensors import PIECE, ones_at
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
@@ -215,9 +215,8 @@ def linear_entries(problem: Problem, compression: Compression) -> Tensor:
 @phase("analytical columns")
 def tangent_entries(problem: Problem, compression: Compression, jvps_of: Callable[[Tensor], Tensor]) -> Tensor:
     """Entries by forward mode: float64, shape (nnz,). One JVP per column group; jvps_of: `Problem.jvps_of`."""
-    zero = torch.zeros(1, problem.n, dtype=torch.float64, device=problem.device)
-    tangents = (zero.index_fill(1, members, 1.0) for members in _column_groups(compression))
-    return _decompressed(compression, (jvps_of(tangent)[0] for tangent in tangents))
+    tangents = (ones_at(problem.n, members, problem.device) for members in _column_groups(compression))
+    return _decompressed(compression, (jvps_of(tangent[None])[0] for tangent in tangents))
 
 
 def _column_groups(compression: Compression) -> Iterator[Tensor]:

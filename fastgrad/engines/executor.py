@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastgrad.core.phases import clock, phase
 from fastgrad.core.random import TRIAL_STREAM, direction, uniform
+from fastgrad.core.tensors import ones_at
 from fastgrad.problem.problem import Problem
 
 DIRECTIONS = 2
@@ -142,9 +143,7 @@ def disagreement(
     ends = {end for block in problem.inputs for end in (block.first, block.end - 1) if first <= end < last}
     others = (uniform(SINGLE_CALLS, seed, TRIAL_STREAM + 16 * DIRECTIONS, first) + 1) / 2 * columns.shape[0]
     for column in sorted(ends | {first + int(other) for other in others}):
-        u = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
-        u[column] = 1.0
-        displacement = problem.displacement(u, eps)
+        displacement = problem.displacement(ones_at(problem.n, column, problem.device), eps)
         width = float(problem.realized_width(displacement, 1.0)[column])
         if not width:
             continue  # rounding makes eps zero here

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from fastgrad.core.errors import raise_if_transient, unless_rejected
 from fastgrad.core.precision import ROUNDING, last_digit, spacing
-from fastgrad.core.tensors import near
+from fastgrad.core.tensors import near, ones_at
 from fastgrad.problem.coordinates import block_with, per_coordinate
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Tolerances
@@ -564,9 +564,7 @@ def _at_eps(
 
     The derivatives are NaN if func raises.
     """
-    direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
-    direction[where] = 1.0
-    displacement = _plain(problem.displacement(direction, eps))
+    displacement = _plain(problem.displacement(ones_at(problem.n, where, problem.device), eps))
     step, width = displacement[where][owner], problem.realized_width(displacement, 1.0)[where][owner]
 
     def sides() -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.precision import spacing
+from fastgrad.core.tensors import ones_at
 from fastgrad.engines.ridders import LARGEST_STEP, Refinement, both_sides
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
@@ -70,9 +71,8 @@ def mark_stairs(
     open_ = ((distance > allowed) & (refinement.errors <= allowed) & ~refinement.doubtful).nonzero().reshape(-1)
     if not open_.numel():
         return
-    direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
-    direction[inputs] = 1.0
-    displacement, x = problem.displacement(direction, eps), problem.coordinates()[inputs]
+    displacement = problem.displacement(ones_at(problem.n, inputs, problem.device), eps)
+    x = problem.coordinates()[inputs]
     dtype = block_with(problem.inputs, int(inputs[0])).tensor.dtype
     unit = spacing(block_with(problem.outputs, int(outputs[0])).tensor.dtype)
     is_open = torch.ones_like(refinement.doubtful)

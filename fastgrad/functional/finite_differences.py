@@ -21,7 +21,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import ops
 from fastgrad.core.precision import spacing
 from fastgrad.core.random import SKETCH_DIRECTIONS, direction
-from fastgrad.core.tensors import largest
+from fastgrad.core.tensors import largest, ones_at
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import MIN_COLUMNS_FOR_PROBING
 from fastgrad.engines.ridders import LARGEST_STEP, extrapolate, measured, settled
@@ -180,9 +180,7 @@ def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool
 
 def _gap_closer(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool, eps: float) -> Tensor:
     """The gap between one-sided derivatives with smaller steps than eps: float64, shape (entries,)."""
-    direction = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
-    direction[columns] = 1.0
-    displacement = problem.displacement(direction, eps)
+    displacement = problem.displacement(ones_at(problem.n, columns, problem.device), eps)
     scales = 0.0, CLOSER_SHARE, -CLOSER_SHARE
     base, plus, minus = (problem.evaluate(record_graph, displacement, scale) for scale in scales)
     bends = (plus - base - (base - minus)).abs()

@@ -12,6 +12,7 @@ from fastgrad.core.memory import repeats_if_memory_lacks
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import modulus
 from fastgrad.core.random import GRAPH_STREAM, uniform_like
+from fastgrad.core.tensors import ones_at
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.evaluation import Evaluation, derivative_error_kept
 
@@ -141,9 +142,7 @@ class ReverseMode(Evaluation):
 
     def row(self, row: int, only: Block | None = None) -> Tensor:
         """A row of the Jacobian, by a one-hot grad_output: float64, shape (n,); only: as in `vjp`."""
-        one_hot = torch.zeros(1, self.m, dtype=torch.float64, device=self.device)
-        one_hot[0, row] = 1.0
-        return self.vjp(one_hot, only=only)[0]
+        return self.vjp(ones_at(self.m, row, self.device)[None], only=only)[0]
 
     @repeats_if_memory_lacks
     def vjps_of(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from fastgrad.core.tensors import largest
+from fastgrad.core.tensors import largest, ones_at
 from fastgrad.problem.coordinates import Block, block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure, Mode
@@ -83,8 +82,7 @@ def _products(problem: Problem, mode: Mode, vector: Tensor) -> tuple[Tensor, Ten
 
 def _element_failure(problem: Problem, settings: Settings, mode: Mode, element: int, component: int) -> Failure | None:
     """The failure if negating a one-hot vector does not negate a component of its VJP or JVP."""
-    one_hot = torch.zeros(problem.n if mode == "forward" else problem.m, dtype=torch.float64, device=problem.device)
-    one_hot[element] = 1.0
+    one_hot = ones_at(problem.n if mode == "forward" else problem.m, element, problem.device)
     plus, minus = (product[component].item() for product in _products(problem, mode, one_hot))
     row, column = (component, element) if mode == "forward" else (element, component)
     output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)

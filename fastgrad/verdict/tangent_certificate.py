@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgrad.core.native import ops
 from fastgrad.core.random import TANGENT_STREAM, direction
-from fastgrad.core.tensors import differ, largest
+from fastgrad.core.tensors import differ, largest, ones_at
 from fastgrad.engines.blocks import one_hot_elements
 from fastgrad.engines.compressed import Compression, tangent_entries
 from fastgrad.engines.grad_output_kinds import SPARSE
@@ -111,8 +111,7 @@ class TangentCertificate:
         rows, columns = self._compression.rows, self._compression.columns
         excess = excesses(self._problem, self._settings, self.values, numerical, columns)
         worst = int(excess.nan_to_num(torch.inf).argmax())
-        tangent = torch.zeros(self._problem.n, dtype=torch.float64, device=self._problem.device)
-        tangent[columns[worst]] = 1.0
+        tangent = ones_at(self._problem.n, columns[worst], self._problem.device)
         alone = self._problem.jvp_coordinates(tangent)[rows[worst]]
         return not differ(alone[None, None], self.values[worst][None, None], SAME * largest(alone[None]), False)
 
@@ -131,9 +130,9 @@ class TangentCertificate:
 
     def _columns_agree(self) -> bool:
         """Whether columns that are run separately equal those that were computed together, up to rounding."""
-        tangent = torch.zeros(1, self._problem.n, dtype=torch.float64, device=self._problem.device)
+        n, device = self._problem.n, self._problem.device
         for column in self._separate_columns():
-            one_hot = tangent.index_fill(1, torch.tensor([column], device=tangent.device), 1.0)
+            one_hot = ones_at(n, column, device)[None]
             product, (known, _) = self._jvps_of(one_hot), self._sums(one_hot)
             error = product - known
             if not largest(error) <= SAME * largest(known) and not self._is_negligible(error, one_hot):
@@ -141,8 +140,9 @@ class TangentCertificate:
                 return False
         if not self._runs_custom:
             return True
-        SPARSE.fill_(tangent[0], self._settings.seed, TANGENT_STREAM + 16 * MAX_COTANGENTS)
-        return self._resolution(tangent) is not None
+        tangent = torch.empty(n, dtype=torch.float64, device=device)
+        SPARSE.fill_(tangent, self._settings.seed, TANGENT_STREAM + 16 * MAX_COTANGENTS)
+        return self._resolution(tangent[None]) is not None
 
     def _is_negligible(self, errors: Tensor, tangents: Tensor) -> bool:
         """Whether errors of JVPs, for example rounding in a lower precision, are too small to matter; notes them.
