@@ -182,7 +182,8 @@ class NumericalCertificate:
     """
 
     values: Tensor
-    _excluded: _Excluded | None
+    _excluded: _Excluded | None = None
+    _analytical: Tensor | None = None
 
     def __init__(self, problem: Problem, settings: Settings, compression: Compression, look: FirstLook) -> None:
         self._problem = problem
@@ -215,7 +216,7 @@ class NumericalCertificate:
         enough = (step for step in STARTS if scale <= NEGLIGIBLE * self._settings.atol * step)
         self._start = next(enough, STARTS[-1])
         self._first = self._of_direction(0)()
-        if not bool(self._compared(self._first, values, self._entry_rounding).wrong.any()):
+        if not bool(self._compared(self._first, None).wrong.any()):
             return []
         self._repeat([(self._of_direction(0), checksum(self._first.derivatives))])
         return self._unexplained_rows(None)
@@ -244,8 +245,7 @@ class NumericalCertificate:
         """
         watched = self._compression.pattern.is_numerical
         self._use_directions(DIRECTIONS_WATCHED if watched else DIRECTIONS, analytical)
-        entries, rounding = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
-        noise, found = self._first.noise, self._compared(self._first, entries, rounding)
+        noise, found = self._first.noise, self._compared(self._first, analytical)
         taken = [(self._of_direction(0), checksum(self._first.derivatives))]
         del self._first  # this frees the memory of several vectors
         for k in range(1, self._count):
@@ -254,7 +254,7 @@ class NumericalCertificate:
             differences = self._of_direction(k)()
             # Noise along one direction, for example from a kink, allows errors along all directions.
             noise = torch.maximum(noise, differences.noise)
-            found = self._compared(replace(differences, noise=noise, sizes=None), entries, rounding)
+            found = self._compared(replace(differences, noise=noise, sizes=None), analytical)
             taken.append((self._of_direction(k), checksum(differences.derivatives)))
         rows: list[int] = []
         explained = not bool(found.wrong.any())
@@ -263,7 +263,7 @@ class NumericalCertificate:
             measure = partial(self._differences_along, 1.0, 1, extrapolated=0)
             differences = measure()
             taken.append((measure, checksum(differences.derivatives)))
-            explained = not bool(self._compared(differences, entries, rounding).wrong.any())
+            explained = not bool(self._compared(differences, analytical).wrong.any())
         if explained:
             self._explained_to(found.allowed / self._margin)
         if not explained or self._hiding.numel():
@@ -341,9 +341,9 @@ class NumericalCertificate:
             differences = measure()
             taken.append((measure, checksum(differences.derivatives)))
             noises[step] = differences.noise
-            found = [self._compared(differences, self.values, self._entry_rounding)]
+            found = [self._compared(differences, None)]
             if analytical is not None:
-                found.append(self._compared(differences, analytical, None))
+                found.append(self._compared(differences, analytical))
             bounds[step] = torch.stack([one.allowed.masked_fill(one.wrong, torch.inf) for one in found])
             errors[step] = torch.stack([one.error.nan_to_num(torch.inf).masked_fill_(~one.wrong, 0.0) for one in found])
             beyond = (found[-1].error / found[-1].allowed).nan_to_num(torch.inf)
@@ -368,8 +368,7 @@ class NumericalCertificate:
         refuted = torch.stack([error[0] for error in errors.values()]).amax(0)
         worst_first = rows.nonzero().reshape(-1)[refuted[rows].argsort(descending=True)]
         self._refuting |= zip(worst_first[:MAX_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False)
-        self._excluded = excluded
-        self._against = (self.values, self._entry_rounding) if analytical is None else (analytical, None)
+        self._excluded, self._analytical = excluded, analytical
         return worst_first.tolist()
 
     def _explained_to(self, sizes: Tensor, excluded: _Excluded | None = None) -> None:
@@ -430,8 +429,7 @@ class NumericalCertificate:
         differences = measure(self._refuting[row])
         if not bool(differences.derivatives[:, row].isfinite().all()):
             differences = measure(SMALLER[0])  # func is not defined at the distance of the step
-        entries, rounding = self._against
-        allowed = float(self._compared(differences, entries, rounding).allowed[row]) + NEGLIGIBLE * settings.atol
+        allowed = float(self._compared(differences, self._analytical).allowed[row]) + NEGLIGIBLE * settings.atol
         found: list[Found] = []
         errors = differences.derivatives[:, row] - differences.directions @ gradient
         while True:
@@ -459,11 +457,6 @@ class NumericalCertificate:
         """
         one_bit = 4 * self._problem.unit_roundoff * largest(self._base) / self._settings.eps
         return max(self._settings.atol, one_bit)
-
-    @property
-    def _entry_rounding(self) -> float:
-        """The rounding of a sum of numerical entries, relative to the output."""
-        return ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
 
     def _differences_along(
         self, step: float, count: int, extrapolated: int, first: int = 0, excluded: _Excluded | None = None
@@ -496,12 +489,9 @@ class NumericalCertificate:
         extrapolated = 1 if number == 0 else int(self._start > LARGEST_TWO_POINT)
         return partial(self._differences_along, self._start, 1, extrapolated=extrapolated, first=number)
 
-    def _compared(self, differences: Differences, entries: Tensor, rounding: float | None) -> _Discrepancies:
-        """Compares derivatives along random directions with the sums of entries.
-
-        rounding: of these sums, relative to the outputs, if the entries are numerical; None: they are analytical.
-        """
-        base = self._base
+    def _compared(self, differences: Differences, analytical: Tensor | None) -> _Discrepancies:
+        """Compares derivatives along random directions with the sums of analytical or, if None, numerical entries."""
+        base, entries = self._base, self.values if analytical is None else analytical
         if self._compression.excluded_rows is not None:
             base = base.masked_fill(self._compression.excluded_rows, 0.0)
         error = torch.zeros_like(base)
@@ -509,9 +499,11 @@ class NumericalCertificate:
             total = torch.zeros_like(base)
             ops.project_entries_(total, None, u, self._compression.columns, self._compression.rows, entries)
             torch.maximum(error, total.sub_(derivatives).abs_(), out=error)
-        # Errors of the numerical entries of a row have random signs: their sum grows with the root of their number.
-        share = 1.0 if rounding is None else max(1, self._compression.pattern.most_in_row) ** 0.5
-        relative = max(ROUNDING * differences.rounding, rounding or 0.0)
+        relative, share = ROUNDING * differences.rounding, 1.0
+        if analytical is None:
+            relative = max(relative, ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps)
+            # Errors of the numerical entries of a row have random signs: their sum grows with the root of their number.
+            share = max(1, self._compression.pattern.most_in_row) ** 0.5
         allowed = base.abs().mul_(relative * share).add_(differences.noise, alpha=4.0 * share)
         return _Discrepancies(error, allowed.clamp_(min=NEGLIGIBLE * self._settings.atol))
 
