@@ -386,8 +386,7 @@ def _run_after_differences(check: SmallCheck, plain: ScreeningGradOutputs, early
     settings = check.settings
     order = [1, 0]
     known, cotangents = early[order], plain.early[order]
-    again = check.problem.vjps(cotangents, [Layout.CONTIGUOUS] * 2, [plain.early_only[row] for row in order])[0]
-    check.vjps += 2
+    again = _vjps(check, cotangents, [plain.early_only[row] for row in order])
     allowed = settings.atol + settings.nondet_tol * float(cotangents.abs().sum(1).amax())
     check.vjp_varies = not bool(torch.isclose(again, known, settings.rtol, allowed, equal_nan=True).all())
     return again
@@ -416,8 +415,7 @@ def _all_vjps(
         return None
     unweighted, product = plain.vectors[REPEATED : REPEATED + 1], gradients[REPEATED : REPEATED + 1]
     if made is not plain:
-        product = problem.vjps(unweighted, [Layout.CONTIGUOUS], [-1])[0]
-        check.vjps += 1
+        product = _vjps(check, unweighted)
     again = product * REPEAT_SCALE
     if problem.is_custom:
         again = torch.cat([again, gradients[made.again : made.again + 1]])
@@ -443,6 +441,13 @@ def _all_vjps(
     return gradients
 
 
+def _vjps(check: SmallCheck, cotangents: Tensor, only: Sequence[int] = (-1,)) -> Tensor:
+    """VJPs of contiguous cotangents: float64, shape (count, n); only: as in `Problem.vjps_of`."""
+    gradients, _ = check.problem.vjps(cotangents, [Layout.CONTIGUOUS] * len(only), only)
+    check.vjps += len(only)
+    return gradients
+
+
 def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
     """Adds cotangents and their VJPs to those whose sum is checked by one later VJP."""
     if check.products is None:
@@ -462,8 +467,7 @@ def earlier_vjps_repeat(check: SmallCheck, last: int) -> bool:
     cotangents, gradients = (rows[: rows.shape[0] - last] for rows in check.products)
     if cotangents.shape[0]:
         total = cotangents.sum(0, keepdim=True)
-        again = check.problem.vjps(total, [Layout.CONTIGUOUS], [-1])[0]
-        check.vjps += 1
+        again = _vjps(check, total)
         allowed = settings.atol + settings.rtol * gradients.abs().amax(0) + allowed_movement(settings, total)
         check.vjp_varies = not bool(near(again, gradients.sum(0), allowed).all())
     return not check.vjp_varies
@@ -482,9 +486,7 @@ def _same_as_early(check: SmallCheck, plain: ScreeningGradOutputs, again: Tensor
     allowed = max(4 * settings.atol, rounding) + settings.nondet_tol * sums[0]
     if differ(again[:1], early[:1], allowed, False):
         # Repeated at the same scale as the first time.
-        repeated = problem.vjps(plain.early[:1], [Layout.CONTIGUOUS], [-1])[0]
-        check.vjps += 1
-        check.vjp_varies = differ(repeated, early[:1], allowed, False)
+        check.vjp_varies = differ(_vjps(check, plain.early[:1]), early[:1], allowed, False)
     if problem.is_custom:
         close = torch.isclose(again[1], early[1], settings.rtol, settings.atol + settings.nondet_tol, equal_nan=True)
         check.vjp_varies = check.vjp_varies or not bool(close.all())
@@ -526,8 +528,7 @@ def _agree(
 
 def _same_if_contiguous(check: SmallCheck, vector: Tensor, gradient: Tensor) -> bool:
     """Whether a VJP equals that of a contiguous cotangent with the same values."""
-    again = check.problem.vjps(vector[None], [Layout.CONTIGUOUS], [-1])[0]
-    check.vjps += 1
+    again = _vjps(check, vector[None])
     allowed = check.settings.atol + check.settings.rtol * gradient.abs()
     same = near(again[0], gradient, allowed + allowed_movement(check.settings, vector))
     if not bool(same.all()):
