@@ -55,7 +55,6 @@ from fastgrad.verdict.recording import check_new_grad_outputs, check_recorded_gr
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import nondeterministic, nondeterministic_func
 from fastgrad.verdict.tangents import (
-    modified_tangent,
     nondeterministic_jvp,
     nonlinear_in_inputs,
     repeated_tangents_failure,
@@ -264,8 +263,8 @@ def _varying_tangents(problem: Problem, settings: Settings, findings: Findings) 
 
 def other_checks_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:
     """The failure of the checks besides the Jacobians: modified vectors; undefined, zero and batched vectors."""
-    backward, block = findings.backward, problem.modified_tangent
-    failure = _modified(problem, settings) if block is None else modified_tangent(block)
+    backward = findings.backward
+    failure = _modified(problem, settings)
     if failure is None and settings.check_forward_ad and settings.check_undefined_grad:
         failure = check_undefined_tangents(problem, settings)
     if failure is None and settings.check_forward_ad:
@@ -286,7 +285,12 @@ def other_checks_failure(problem: Problem, settings: Settings, findings: Finding
 
 
 def _modified(problem: Problem, settings: Settings) -> Failure | None:
-    """The failure of a backward that has modified a grad_output or an output. Whatever uses it gets wrong values."""
+    """The failure of a jvp or backward that has modified a tangent, a grad_output or an output.
+
+    Whatever uses it afterwards gets wrong values.
+    """
+    if problem.modified_tangent is not None:
+        return Failure.at("modified tangent", input=problem.modified_tangent, mode="forward")
     if problem.modified_cotangent >= 0:
         return Failure.at("modified grad_output", problem.outputs[problem.modified_cotangent])
     if problem.modified_output >= 0:

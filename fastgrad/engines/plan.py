@@ -197,7 +197,7 @@ def dense_is_small(problem: Problem, settings: Settings, most: int = SMALL_CALLS
 
 def can_be_dense(problem: Problem, settings: Settings) -> bool:
     """Whether the dense engine may decide what a pattern does not explain."""
-    return settings.engine != "compressed" and 2 * problem.n + problem.m <= MAX_DENSE_CALLS
+    return dense_is_small(problem, settings, MAX_DENSE_CALLS)
 
 
 def detection_budget(problem: Problem, settings: Settings, look: FirstLook) -> Budget:

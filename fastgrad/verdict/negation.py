@@ -30,12 +30,6 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
     products of a vector and of the negated vector add up to zero, up to rounding, component by component. If the sum of
     a component is not zero, `locate` finds the responsible element of the vector, with two products per call.
     """
-
-    def sum_with_negated(factors: Tensor) -> Tensor:
-        """The sum of the products of a vector and of the negated vector: zero for a linear map."""
-        one, other = _products(problem, mode, factors)
-        return one + other
-
     plus, minus = _products(problem, mode, vector)
     not_finite_once = (plus.isfinite() & ~minus.isfinite()).nonzero()
     if not_finite_once.numel():
@@ -47,7 +41,8 @@ def negation_failure(problem: Problem, settings: Settings, mode: Mode, vector: T
             break
 
         def total(part: Tensor, component: int = component) -> float:
-            return sum_with_negated(part)[component].item()
+            one, other = _products(problem, mode, part)
+            return (one[component] + other[component]).item()
 
         element = locate(total, vector, sums[component].item())
         failure = _element_failure(problem, settings, mode, element, component)

@@ -31,11 +31,6 @@ def nondeterministic_jvp(output: Block, detail: str) -> Failure:
     return Failure.at("nondeterministic", output, mode="forward", detail=detail)
 
 
-def modified_tangent(block: Block) -> Failure:
-    """The failure of a jvp that changes the tangent of an input. What func computes from it afterwards is wrong."""
-    return Failure.at("modified tangent", input=block, mode="forward")
-
-
 LINEAR_JVP = "jvp is linear in its tangent", "J u against the JVP of u, 2 tangents: dense, half of it zero"
 """The claim and the method of a `TangentLinearityTest`'s certificate."""
 
