@@ -69,171 +69,165 @@ def check_by_structure(
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
     problem.forget_outputs()
-    candidates = Candidates(problem, settings, look, calls)
-    if not settings.check_backward_ad:
-        return _forward_only(problem, settings, look, findings, candidates)
-    outcome: Outcome | None = None
-    for _ in range(ATTEMPTS):
-        compression = candidates.compress()
-        if compression is None:
-            break
-        answer = _attempt(problem, settings, look, calls, findings, candidates, compression)
-        if answer != "pattern":
-            outcome = None if answer == "dense engine" else answer
-            break
-    if outcome is None or outcome[1] is None:
-        candidates.patterns.repeat_suspects()
-    return outcome
+    check = _ByStructure(problem, settings, look, calls, findings)
+    return check.outcome() if settings.check_backward_ad else check.forward_outcome()
 
 
-def _attempt(
-    problem: Problem,
-    settings: Settings,
-    look: FirstLook,
-    calls: RepeatedCalls,
-    findings: Findings,
-    candidates: Candidates,
-    compression: Compression,
-) -> Outcome | Next:
-    """Measures, compares and certifies the entries of one pattern; returns the outcome, or what to do next."""
-    column_groups = compression.column_groups.count
-    row_groups = sum(grouping.count for grouping in compression.row_groups)
-    by_columns = prefers_columns(column_groups, row_groups)
-    if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
-        return "dense engine"
-    planned = 2 * column_groups + (column_groups if by_columns else row_groups)
-    problem.progress.start(planned, look.seconds * planned, count(column_groups, "column group"))
-    plan = _plan(problem, settings, look, compression)
-    verdict = unless_rejected(partial(PatternVerdict, problem, settings, plan, compression, look, calls))
-    if verdict is None:  # func may raise for steps of several coordinates
-        return "dense engine"
-    if verdict.numerical_suspects and dense_is_small(problem, settings):
-        verdict.repeat_differences()
-        return "dense engine"
-    if candidates.is_guess and len(verdict.numerical_suspects) > MAX_SUSPECTS:
-        verdict.repeat_differences()
-        candidates.pattern = None
-        return "pattern"
-    found: Failure | Incomplete | None = None
-    if by_columns:
-        by_columns, found = verdict.by_columns()
-    if not by_columns:
-        if takes_long(cost_model.COSTS.vjp_evaluations * row_groups, look) and candidates.exclude_columns():
-            verdict.repeat_suspects()
-            return "pattern"
-        if not pays_to_compress(problem, settings, column_groups, row_groups):
-            verdict.repeat_suspects()
+class _ByStructure:
+    """Tries one pattern after the other, until one leads to a verdict."""
+
+    def __init__(
+        self, problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls, findings: Findings
+    ) -> None:
+        self._problem, self._settings, self._look = problem, settings, look
+        self._calls, self._findings = calls, findings
+        self._candidates = Candidates(problem, settings, look, calls)
+
+    def outcome(self) -> Outcome | None:
+        """The outcome of the first pattern that leads to a verdict, if any."""
+        outcome: Outcome | None = None
+        for _ in range(ATTEMPTS):
+            compression = self._candidates.compress()
+            if compression is None:
+                break
+            answer = self._attempt(compression)
+            if answer != "pattern":
+                outcome = None if answer == "dense engine" else answer
+                break
+        if outcome is None or outcome[1] is None:
+            self._candidates.patterns.repeat_suspects()
+        return outcome
+
+    def _attempt(self, compression: Compression) -> Outcome | Next:
+        """Measures, compares and certifies the entries of one pattern; returns the outcome, or what to do next."""
+        problem, settings, look, candidates = self._problem, self._settings, self._look, self._candidates
+        column_groups = compression.column_groups.count
+        row_groups = sum(grouping.count for grouping in compression.row_groups)
+        by_columns = prefers_columns(column_groups, row_groups)
+        if not pays_to_compress(problem, settings, column_groups, None if by_columns else row_groups):
             return "dense engine"
-        found = verdict.by_rows()
-    if found is None and compression.leaves_out:
-        screening = _screen_excluded(problem, settings, compression, verdict.findings)
-        if screening.undecided is not None:
-            candidates.exclude_nothing()
-            verdict.repeat_suspects()
+        planned = 2 * column_groups + (column_groups if by_columns else row_groups)
+        problem.progress.start(planned, look.seconds * planned, count(column_groups, "column group"))
+        verdict = self._measured(compression)
+        if verdict is None:
+            return "dense engine"
+        if verdict.numerical_suspects and dense_is_small(problem, settings):
+            verdict.repeat_differences()
+            return "dense engine"
+        if candidates.is_guess and len(verdict.numerical_suspects) > MAX_SUSPECTS:
+            verdict.repeat_differences()
+            candidates.pattern = None
             return "pattern"
-        found = screening.failure
-    plan = verdict.plan if by_columns else replace(verdict.plan, row_groups=row_groups)
-    return _answer(problem, settings, findings, candidates, verdict, found, plan)
-
-
-def _answer(
-    problem: Problem,
-    settings: Settings,
-    findings: Findings,
-    candidates: Candidates,
-    verdict: PatternVerdict,
-    found: Failure | Incomplete | None,
-    plan: Plan,
-) -> Outcome | Next:
-    """The outcome, or what to do next, from the result of a pattern: a failure, the entries that it lacks, or None."""
-    if isinstance(found, Incomplete):
-        found = verdict.varies() or found
-    if isinstance(found, Incomplete):
-        verdict.repeat_differences()
-        if found.unexplained is None:
-            if dense_is_small(problem, settings):
+        found: Failure | Incomplete | None = None
+        if by_columns:
+            by_columns, found = verdict.by_columns()
+        if not by_columns:
+            if takes_long(cost_model.COSTS.vjp_evaluations * row_groups, look) and candidates.exclude_columns():
+                verdict.repeat_suspects()
+                return "pattern"
+            if not pays_to_compress(problem, settings, column_groups, row_groups):
+                verdict.repeat_suspects()
                 return "dense engine"
-            candidates.learn(found, verdict.of_func.may_hide_entries)
-            return "pattern"
-        if can_be_dense(problem, settings):
-            return "dense engine"
-        found = verdict.undecided(found.unexplained)
-    elif found is None and verdict.hidden() and is_affordable(problem) and can_be_dense(problem, settings):
-        verdict.repeat_differences()
-        return "dense engine"
-    elif found is None:
-        verdict.record()
-        if settings.check_forward_ad:
-            forward = _forward(problem, settings, verdict, plan)
-            if forward is None and verdict.compression.excluded_rows is not None:
+            found = verdict.by_rows()
+        if found is None and compression.leaves_out:
+            screening = _screen_excluded(problem, settings, compression, verdict.findings)
+            if screening.undecided is not None:
                 candidates.exclude_nothing()
                 verdict.repeat_suspects()
                 return "pattern"
-            if forward is None:
+            found = screening.failure
+        plan = verdict.plan if by_columns else replace(verdict.plan, row_groups=row_groups)
+        return self._answer(verdict, found, plan)
+
+    def _answer(self, verdict: PatternVerdict, found: Failure | Incomplete | None, plan: Plan) -> Outcome | Next:
+        """The outcome, or what to do next, from the result of a pattern: a failure, what it lacks, or None."""
+        problem, settings, candidates = self._problem, self._settings, self._candidates
+        if isinstance(found, Incomplete):
+            found = verdict.varies() or found
+        if isinstance(found, Incomplete):
+            verdict.repeat_differences()
+            if found.unexplained is None:
+                if dense_is_small(problem, settings):
+                    return "dense engine"
+                candidates.learn(found, verdict.of_func.may_hide_entries)
+                return "pattern"
+            if can_be_dense(problem, settings):
                 return "dense engine"
-            found = forward if isinstance(forward, Failure) else None
-    findings.add(verdict.findings)
-    return plan, found
+            found = verdict.undecided(found.unexplained)
+        elif found is None and verdict.hidden() and is_affordable(problem) and can_be_dense(problem, settings):
+            verdict.repeat_differences()
+            return "dense engine"
+        elif found is None:
+            verdict.record()
+            if settings.check_forward_ad:
+                forward = self._forward(verdict, plan)
+                if forward is None and verdict.compression.excluded_rows is not None:
+                    candidates.exclude_nothing()
+                    verdict.repeat_suspects()
+                    return "pattern"
+                if forward is None:
+                    return "dense engine"
+                found = forward if isinstance(forward, Failure) else None
+        self._findings.add(verdict.findings)
+        return plan, found
 
+    def forward_outcome(self) -> Outcome | None:
+        """Like `outcome` if only forward mode is checked: the pattern is found and certified by func alone."""
+        problem, settings, candidates = self._problem, self._settings, self._candidates
+        for _ in range(ATTEMPTS):
+            compression = candidates.compress()
+            if compression is None:
+                break
+            if not pays_to_compress(problem, settings, compression.column_groups.count, 0):
+                candidates.pattern = None
+                continue
+            verdict = self._measured(compression)
+            if verdict is None:
+                break
+            if not verdict.numerical_suspects:
+                found = self._forward(verdict, verdict.plan)
+                explains_func = isinstance(found, Tensor) and verdict.of_func.certify(found) == []
+                if explains_func and not verdict.of_func.may_hide_entries:
+                    self._findings.certificates.append(verdict.of_func.certificate())
+                    self._findings.add(verdict.findings)
+                    return verdict.plan, None
+                if isinstance(found, Failure):
+                    self._findings.add(verdict.findings)
+                    return verdict.plan, found
+            verdict.repeat_differences()
+            if compression.leaves_out:
+                candidates.exclude_nothing()
+            else:
+                candidates.pattern = None
+        candidates.patterns.repeat_suspects()
+        return None
 
-def _forward_only(
-    problem: Problem, settings: Settings, look: FirstLook, findings: Findings, candidates: Candidates
-) -> Outcome | None:
-    """Like `check_by_structure` if only forward mode is checked: the pattern is found and certified by func alone."""
-    for _ in range(ATTEMPTS):
-        compression = candidates.compress()
-        if compression is None:
-            break
-        if not pays_to_compress(problem, settings, compression.column_groups.count, 0):
-            candidates.pattern = None
-            continue
-        plan = _plan(problem, settings, look, compression)
-        verdict = unless_rejected(partial(PatternVerdict, problem, settings, plan, compression, look))
-        if verdict is None:  # func may accept only single steps
-            break
-        if not verdict.numerical_suspects:
-            found = _forward(problem, settings, verdict, verdict.plan)
-            explains_func = isinstance(found, Tensor) and verdict.of_func.certify(found) == []
-            if explains_func and not verdict.of_func.may_hide_entries:
-                findings.certificates.append(verdict.of_func.certificate())
-                findings.add(verdict.findings)
-                return verdict.plan, None
-            if isinstance(found, Failure):
-                findings.add(verdict.findings)
-                return verdict.plan, found
-        verdict.repeat_differences()
-        if compression.leaves_out:
-            candidates.exclude_nothing()
-        else:
-            candidates.pattern = None
-    candidates.patterns.repeat_suspects()
-    return None
-
-
-def _forward(problem: Problem, settings: Settings, verdict: PatternVerdict, plan: Plan) -> Failure | Tensor | None:
-    """As `PatternVerdict.forward`, also for the rows that are left out of the pattern."""
-    found, rows = verdict.forward(plan), verdict.compression.excluded_rows
-    if rows is None or not isinstance(found, Tensor):
+    def _forward(self, verdict: PatternVerdict, plan: Plan) -> Failure | Tensor | None:
+        """As `PatternVerdict.forward`, also for the rows that are left out of the pattern."""
+        found, rows = verdict.forward(plan), verdict.compression.excluded_rows
+        if rows is None or not isinstance(found, Tensor):
+            return found
+        screening = screen_forward(self._problem, self._settings, rows)
+        if screening.undecided is not None or (screening.failure is not None and screening.failure.kind == "nonlinear"):
+            # One of many JVPs may have been wrong in a single call.
+            return verdict.jvps_vary() or screening.failure
+        if screening.failure is not None:
+            return screening.failure
+        self._problem.unexplained_jvps = None
+        _note_certified_rows(self._settings, verdict.findings, rows, screening, "in forward mode, ")
         return found
-    screening = screen_forward(problem, settings, rows)
-    if screening.undecided is not None or (screening.failure is not None and screening.failure.kind == "nonlinear"):
-        # One of many JVPs may have been wrong in a single call.
-        return verdict.jvps_vary() or screening.failure
-    if screening.failure is not None:
-        return screening.failure
-    problem.unexplained_jvps = None
-    _note_certified_rows(settings, verdict.findings, rows, screening, "in forward mode, ")
-    return found
 
-
-def _plan(problem: Problem, settings: Settings, look: FirstLook, compression: Compression) -> Plan:
-    pattern, groups = compression.pattern, compression.column_groups.count
-    memory = pattern.nnz * cost_model.COSTS.entry_bytes
-    replayed = replays_groups(problem, settings, look, groups)
-    if replayed:
-        memory += 8 * groups * problem.m
-    record, origin = look.record_graph, pattern.origin
-    return Plan("compressed", 0, 0, record, origin, column_groups=groups, memory=memory, replayed=replayed)
+    def _measured(self, compression: Compression) -> PatternVerdict | None:
+        """Measures the numerical entries; None if func raises, perhaps for steps of several coordinates."""
+        problem, settings, look = self._problem, self._settings, self._look
+        pattern, groups = compression.pattern, compression.column_groups.count
+        memory = pattern.nnz * cost_model.COSTS.entry_bytes
+        replayed = replays_groups(problem, settings, look, groups)
+        if replayed:
+            memory += 8 * groups * problem.m
+        record, origin = look.record_graph, pattern.origin
+        plan = Plan("compressed", 0, 0, record, origin, column_groups=groups, memory=memory, replayed=replayed)
+        return unless_rejected(partial(PatternVerdict, problem, settings, plan, compression, look, self._calls))
 
 
 def atol_outside(base: Tensor) -> float:
