@@ -52,6 +52,8 @@ from fastgrad.verdict.repeated_rows import (
 )
 
 MAX_STEPS = 5
+"""Largest number of step sizes to try."""
+
 SMALLER, LARGER = 2.0**-5, 2.0**6
 """Factors from one step size to the next: smaller if joint steps cross kinks, larger if rounding dominates."""
 
@@ -61,7 +63,7 @@ SMALL_BOUND, SMALL_BOUND_STEPS = 16, 3
 MAX_ENTRIES = 8
 """Largest number of wrong entries to look for."""
 
-MAX_SUSPECTS = 8
+MAX_DOUBTFUL = 8
 """Largest number of outputs to examine that look wrong in a sum but prove to be right, before another step size."""
 
 MAX_SINGLE = 4
@@ -472,7 +474,7 @@ class _Search:
         """The failure of the confirmed entries, at most MAX_ENTRIES; subtracts what was examined from the sketch."""
         found: list[Found] = []
         suspects = 0
-        while len(found) < MAX_ENTRIES and suspects < MAX_SUSPECTS:
+        while len(found) < MAX_ENTRIES and suspects < MAX_DOUBTFUL:
             flagged = sketch.worst()
             if flagged is None:
                 break

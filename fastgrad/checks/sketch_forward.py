@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fastgrad.checks.sketch import (
     LARGER,
+    MAX_DOUBTFUL,
     MAX_SINGLE,
     MAX_STEPS,
-    MAX_SUSPECTS,
     SMALL_BOUND,
     SMALL_BOUND_STEPS,
     Screening,
@@ -175,7 +175,7 @@ class _ForwardScreen:
     def _compare(self, differences: Differences, tangents: Tensor) -> Failure | None:
         """The failure of a wrong entry, or of a JVP that is not linear; marks the outputs that are verified."""
         excess, errors = self._excess(differences, tangents), differences.derivatives - tangents
-        for row in excess.amax(0).argsort(descending=True)[:MAX_SUSPECTS].tolist():
+        for row in excess.amax(0).argsort(descending=True)[:MAX_DOUBTFUL].tolist():
             k = int(excess[:, row].argmax())
             if not excess[k, row] > 1:
                 break

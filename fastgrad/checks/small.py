@@ -28,7 +28,7 @@ from fastgrad.core.errors import as_raised
 from fastgrad.core.memory import OUT_OF_MEMORY, lacks_again
 from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
-from fastgrad.core.precision import ROUNDING, relative_step
+from fastgrad.core.precision import RELATIVE_STEP, ROUNDING
 from fastgrad.engines.plan import (
     compares_undecided_entries,
     is_one_block,
@@ -44,8 +44,6 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.grad_outputs import batched_failure
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
-RELATIVE_STEP = relative_step(torch.float64)
-
 _Agree = Callable[[SmallCheck], bool]
 
 
@@ -55,7 +53,7 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
         return None
     check_callable(func)
     backward = func if isinstance(func, Backward) else None
-    problem = SmallProblem.trace(func, arguments, RELATIVE_STEP, backward is None)
+    problem = SmallProblem.trace(func, arguments, RELATIVE_STEP[torch.float64], backward is None)
     if problem is None:
         return None
     check = _new_check(problem, settings, backward)
@@ -99,7 +97,7 @@ def _run_again(
     func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings, backward: Backward | None
 ) -> None:
     """Runs a small check from the beginning, only for its exceptions."""
-    problem = SmallProblem.trace(func, arguments, RELATIVE_STEP, backward is None)
+    problem = SmallProblem.trace(func, arguments, RELATIVE_STEP[torch.float64], backward is None)
     if problem is None or not problem.is_plain:
         return
     try:

@@ -40,12 +40,12 @@ from fastgrad.structure import sparsity
 from fastgrad.structure.sparsity import Mask, Pattern
 from fastgrad.verdict.analytical_certificate import analytical_certificate
 from fastgrad.verdict.linearity import sum_rounding
-from fastgrad.verdict.numerical_certificate import NEGLIGIBLE, ROUNDING, numerical_certificate
+from fastgrad.verdict.numerical_certificate import NEGLIGIBLE_ERROR, OUTPUT_ROUNDING, numerical_certificate
 
 LARGEST_SHARE = 1 / 4
 """Largest error of a sum of entries, relative to atol, that rounding and curvature may explain."""
 
-MAX_CACHED = 1 << 12
+MAX_CACHED_GUESS = 1 << 12
 """Largest number of coordinates of inputs and outputs for which guesses from shapes are cached (up to 0.3 MB each). A
 test suite checks many functions of the same shapes."""
 
@@ -53,7 +53,7 @@ MIN_UNREACHED = 4
 """Least number of outputs that, by the guess, do not depend on the half of the inputs that moves first. With fewer such
 outputs, this evaluation would refute few wrong guesses."""
 
-NOISE_MARGIN = 9.0
+CURVATURE_MARGIN = 9.0
 """Factor of the noise, which is measured along the first direction. Components of directions differ by factors of up to
 3, and errors from curvature by factors of up to 9."""
 
@@ -159,7 +159,7 @@ def _guesses(check: SmallCheck) -> Iterator[SmallPattern]:
     problem = check.problem
     sides = problem.graph.inputs, problem.graph.outputs
     shapes = tuple(tuple(tensor.shape for tensor in side) for side in sides)
-    cached = problem.n + problem.m <= MAX_CACHED
+    cached = problem.n + problem.m <= MAX_CACHED_GUESS
     yield from (_guesses_by_shape if cached else _guesses_by_shape.__wrapped__)(*shapes, check.is_custom)
     if not takes_first_look(problem, check.settings):
         return  # finding equal values takes as long as the dense engine
@@ -281,8 +281,8 @@ def _errors(
 def _explains_look(check: SmallCheck, analytical: Tensor, columns: Tensor, rows: Tensor) -> bool:
     """Whether the entries explain how the outputs changed in the first look, up to the curvature of func."""
     assert check.look is not None
-    look = check.look
-    allowed = check.settings.eps * check.settings.atol + ROUNDING * check.problem.unit_roundoff * largest(look.base)
+    settings, look = check.settings, check.look
+    allowed = settings.eps * settings.atol + OUTPUT_ROUNDING * check.problem.unit_roundoff * largest(look.base)
     moved = look.displacement[None], (look.values - look.base)[None]
     return native.explained_sums(analytical, columns, rows, *moved, allowed, sparsity.CURVED) is not None
 
@@ -298,9 +298,9 @@ def _sums_are_explained(check: SmallCheck, pattern: SmallPattern, gradients: Ten
     assert check.differences is not None
     assert check.products is not None
     differences = check.differences[0]
-    columns, rows, negligible = compression.columns, compression.rows, NEGLIGIBLE * settings.atol
-    rounding = ROUNDING * 2 * problem.unit_roundoff / differences.step
-    allowed = max(negligible, NOISE_MARGIN * largest(differences.noise) + rounding * largest(problem.base()))
+    columns, rows, negligible = compression.columns, compression.rows, NEGLIGIBLE_ERROR * settings.atol
+    rounding = OUTPUT_ROUNDING * 2 * problem.unit_roundoff / differences.step
+    allowed = max(negligible, CURVATURE_MARGIN * largest(differences.noise) + rounding * largest(problem.base()))
     along = differences.directions, differences.derivatives
     of_func = native.explained_sums(analytical, columns, rows, *along, allowed, 0.0)
     if of_func is None or not of_func <= LARGEST_SHARE * settings.atol:

@@ -49,7 +49,7 @@ CURVATURE_RATIO = 64.0
 the square of the error of a one-sided difference. It is 2/3 for exp and 1 for 1/x, for any step. Noise with a larger
 ratio is attributed to rounding."""
 
-MAX_STEPS = 2
+MAX_COMPARED_STEPS = 2
 """Largest number of steps at which sums are compared. There is one more if the noise is proportional to the step."""
 
 PROPORTIONAL = 4.0, 16.0
@@ -236,7 +236,7 @@ def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor
     """
     settings = check.settings
     step, budget, count, known = 1.0, settings.atol / (2 * NOISE_SHARE), 0, None
-    while count < MAX_STEPS or (count == MAX_STEPS and _noise_is_proportional(check)):
+    while count < MAX_COMPARED_STEPS or (count == MAX_COMPARED_STEPS and _noise_is_proportional(check)):
         differences = _differences(check, step, budget, measure_noise=count > 0, known=known)
         if differences is None:
             return

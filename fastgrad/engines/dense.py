@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgrad.core.native import GradientsMatch, Rows
 from fastgrad.engines import executor
 from fastgrad.engines.blocks import REPEAT_SCALE, REPEATED_ROWS, JacobianBlock
-from fastgrad.engines.plan import MIN_COLUMNS
+from fastgrad.engines.plan import MIN_COLUMNS_PER_PASS
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
@@ -77,7 +77,7 @@ def pieces_of_columns(problem: Problem, plan: Plan, first: int, columns: Tensor)
     Forward mode computes the columns of one piece at a time. The two coordinates of a complex element are in the same
     piece.
     """
-    most = max(MIN_COLUMNS, plan.rows_per_block * problem.n // max(1, problem.m))
+    most = max(MIN_COLUMNS_PER_PASS, plan.rows_per_block * problem.n // max(1, problem.m))
     for start, end in _passes(problem, first, first + columns.shape[0], most):
         yield start, columns[start - first : end - first]
 

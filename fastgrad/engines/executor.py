@@ -22,6 +22,7 @@ DIRECTIONS = 2
 columns may cancel."""
 
 SCALES = (1.0, -1.0, 0.5, -0.5)
+"""Steps along each of these directions, in units of eps: the last two are for Richardson extrapolation."""
 
 SHARE = 1 / 8
 """Share of atol by which columns from batches or replays may differ from those of single calls, because of rounding."""

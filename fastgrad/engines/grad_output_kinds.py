@@ -105,3 +105,4 @@ GRAD_OUTPUT_KINDS = NON_CONTIGUOUS, HALVED, SPARSE, EXPANDED
 """The kinds that every backward is run with."""
 
 NOT_EXPANDED = NON_CONTIGUOUS, HALVED, SPARSE
+"""The same without the kind that has no zeros where rows are excluded."""

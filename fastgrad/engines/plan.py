@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1 << 20
 """Bytes of analytical rows that are held at a time: a few blocks of this size stay in the cache."""
 
-MIN_COLUMNS = 2
+MIN_COLUMNS_PER_PASS = 2
 """Least number of numerical columns at a time, because the two coordinates of a complex element are compared together.
 """
 
@@ -59,6 +59,8 @@ nothing; and the same for a custom backward, whose rows only the complete check 
 
 AFFORDABLE_ENTRIES = 4_000_000
 AFFORDABLE_CALLS = 20_000
+"""Largest number of entries, and of evaluations and VJPs, for which the dense engine decides what fast mode, or a few
+outputs that may hide entries, leave undecided."""
 
 PAIR_RATIO = 4000.0
 """Errors that cancel in a row or a column are found if each is at least this many times the threshold."""
@@ -331,7 +333,7 @@ def most_vectorized_rows(problem: Problem | SmallProblem, seconds: float) -> int
 
 def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
     """A dense plan with a quarter of the columns at a time, after `plan` ran out of memory; None if it has too few."""
-    columns = max(MIN_COLUMNS, plan.columns_per_pass // 4)
+    columns = max(MIN_COLUMNS_PER_PASS, plan.columns_per_pass // 4)
     if columns >= min(plan.columns_per_pass, problem.n):
         return None
     return replace(
@@ -360,7 +362,7 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
 
         held = batch * vmapped.column_bytes(problem)
     room = limit - held if settings.memory_limit is not None else limit
-    columns = max(MIN_COLUMNS, min(problem.n, room // column_bytes))
+    columns = max(MIN_COLUMNS_PER_PASS, min(problem.n, room // column_bytes))
     rows_replayed, row_remarks = _row_strategy(problem, settings, look) if look is not None else (False, "")
     # On a device, small blocks gain nothing from a cache. Several ranks wait for each other at each block.
     is_large = rows_replayed or problem.ranks > 1
@@ -392,7 +394,7 @@ def _reason(engine: Engine) -> str:
 @lru_cache(64)
 def small_plan(n: int, m: int, engine: Engine) -> Plan:
     """The plan that `make_plan` makes for one block of rows and one pass over the columns."""
-    columns, rows = max(MIN_COLUMNS, n), max(1, BLOCK_BYTES // (8 * max(1, n)))
+    columns, rows = max(MIN_COLUMNS_PER_PASS, n), max(1, BLOCK_BYTES // (8 * max(1, n)))
     memory = 8 * (columns * max(1, m) + min(rows, m) * n)
     return Plan("dense", columns, rows, True, _reason(engine), memory=memory)
 

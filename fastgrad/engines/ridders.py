@@ -43,6 +43,8 @@ QUICK_STEPS = 4
 begins to matter: 2e-10 for the default eps."""
 
 ORDER = 4
+"""The largest order of an estimate: besides its own step, it uses this many larger ones."""
+
 STRAIGHT = 0.2
 """func counts as straight around eps if its slopes differ by at most this share of their size, and by at most this
 share of their distance to the refined slope."""

@@ -28,10 +28,10 @@ INTERVALS = len(POINTS) - 1
 FARTHEST = 1.0, 32.0
 """The largest distances from x, in units of the step of the check. In float32, stairs may be as wide as this step."""
 
-RATIO = 4.0
+STEP_BASE = 4.0
 """The steps of slopes are powers of this number times the largest distance, so that many entries share a step."""
 
-COARSEST = RATIO**-3
+COARSEST = STEP_BASE**-3
 """The largest step of a slope, in units of the largest distance. A stair must be wider, and the intervals must contain
 several stairs."""
 
@@ -41,7 +41,7 @@ RESOLUTION = 8.0
 FEWEST_ULPS = 16.0
 """The least step of a slope, in units of the rounding of x."""
 
-CURVED = 1 / 64
+SMOOTH = 1 / 64
 """The largest error of Simpson's rule, relative to the differences of the slopes, if func is smooth in an interval."""
 
 FEWEST = 5
@@ -83,10 +83,10 @@ def mark_stairs(
         rounding = refinement.rounding + unit * steps * sides.abs().nan_to_num(0.0).amax(0)
         least = RESOLUTION * rounding / allowed
         fine = torch.maximum(least, FEWEST_ULPS * spacing(dtype) * (x.abs() + steps)) / steps
-        powers = torch.floor(fine.log() / math.log(RATIO))[open_]
+        powers = torch.floor(fine.log() / math.log(STEP_BASE))[open_]
         for power in torch.unique(powers[fine[open_] <= COARSEST]):
             some = open_[powers == power]
-            scales = _scales(RATIO ** float(power))
+            scales = _scales(STEP_BASE ** float(power))
             found = list(both_sides(problem, record_graph, farthest * displacement, scales, outputs[some]))
             if None in found:
                 continue
@@ -141,7 +141,7 @@ def _show_stairs(
             spread = torch.maximum((begin - middle).abs(), (end - middle).abs())
             up += rest > spread + error
             down += rest < -spread - error
-            smooth += rest.abs() <= CURVED * spread + error
+            smooth += rest.abs() <= SMOOTH * spread + error
         shown += torch.maximum(up, down)
     is_slope = ((at_x - derivatives).abs() <= allowed + RESOLUTION * error).any(0)
     # A kink is closer to x than the first point. Up to the kink, the slope is the derivative.

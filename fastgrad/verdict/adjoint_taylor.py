@@ -20,11 +20,11 @@ from fastgrad.problem.problem import Problem
 from fastgrad.problem.validation import as_float, as_seed, is_integer, raise_without_graph
 from fastgrad.report.json_form import EqualByContent
 
-LARGEST_STEP = 2.0**-6
+FIRST_STEP = 2.0**-6
 """The largest step of a Taylor test, relative to max(|x|, 1)."""
 
 HALVINGS = 18
-"""Number of halvings of the step. The smallest step is LARGEST_STEP 2^-18 = 6e-8. If curvatures are of order 1, the
+"""Number of halvings of the step. The smallest step is FIRST_STEP 2^-18 = 6e-8. If curvatures are of order 1, the
 remainder at this step is only rounding error."""
 
 SMALLEST_REMAINDERS = 3
@@ -38,7 +38,7 @@ MAX_HIDDEN = 0.1
 """The largest error that rounding may hide in a test that passes, relative to the sum of the moduli of the terms of
 v^T J u."""
 
-NEGLIGIBLE = 1e-5
+NEGLIGIBLE_REMAINDER = 1e-5
 """If all remainders are at most this large, relative to the largest step and to the sum of the moduli of v, v^T J u has
 no error that matters: the default atol of `gradcheck`."""
 
@@ -303,7 +303,7 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
     rounding = ROUNDING * ulp * (size + float(v.abs() @ base.abs()))
     steps, remainders = [], []
     for k in range(HALVINGS + 1):
-        h = LARGEST_STEP * 2.0**-k
+        h = FIRST_STEP * 2.0**-k
         try:
             change = problem.evaluate(True, unit, h) - base
         except Exception as error:  # the point may be outside func's domain; with a smaller step it may be inside
@@ -335,7 +335,7 @@ def _rate(steps: list[float], remainders: list[float], rounding: float, sizes: t
         terms, weight = sizes
         largest_step = finite[0][0]
         hides_errors = rounding > MAX_HIDDEN * terms * largest_step
-        is_small = max(remainder for _, remainder in finite) <= NEGLIGIBLE * weight * largest_step
+        is_small = max(remainder for _, remainder in finite) <= NEGLIGIBLE_REMAINDER * weight * largest_step
         return math.nan if hides_errors and not is_small else math.inf
     mean_h, mean_r = (sum(values) / len(usable) for values in zip(*usable, strict=True))
     covariance = math.fsum((h - mean_h) * (r - mean_r) for h, r in usable)

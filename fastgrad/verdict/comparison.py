@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastgrad.report.evidence import Sample
     from fastgrad.verdict.remeasure import Suspects
 
-SMALL = 256
+MAX_MATRIX_ENTRIES = 256
 """Largest number of entries of a Jacobian that is kept as a whole, for the message."""
 
 MAX_WORST = 8
@@ -196,7 +196,7 @@ class PairComparison:
         first = first_column // width
         self._take_in(analytical, numerical, width, lambda row, column: (first_row + row, first + column))
         whole = self.output.tensor.numel() * self.input.tensor.numel()
-        if self.mismatches and whole <= SMALL and analytical.numel() == whole * width:
+        if self.mismatches and whole <= MAX_MATRIX_ENTRIES and analytical.numel() == whole * width:
             matrices = _matrix(analytical, width), _matrix(numerical, width)
             # In torch's layout: one row per input element, one column per output element.
             self.matrices = matrices if self.mode == "forward" else (matrices[0].t(), matrices[1].t())

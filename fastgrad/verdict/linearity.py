@@ -46,7 +46,7 @@ TERM_ROUNDING, SUM_ROUNDING = 8.0, 2.0
 for the few operations that compute each term. The second is for the additions; it is multiplied by sqrt(c), because
 errors of additions have random signs."""
 
-NEGLIGIBLE = 1e-9
+NEGLIGIBLE_COMPONENT = 1e-9
 """Share of atol below which a component of a product is ignored."""
 
 RESCALED = 1.3, -0.7
@@ -254,7 +254,7 @@ class LinearityTest:
         is larger. `resolution` is then the largest allowed difference.
         """
         gradients = self.gradients()
-        negligible = self.resolution = NEGLIGIBLE * self._settings.atol
+        negligible = self.resolution = NEGLIGIBLE_COMPONENT * self._settings.atol
         if torch.equal(gradients, self._sums):
             return []
         rounding = sum_rounding(self._most_terms, self._problem.unit_roundoff)

@@ -53,10 +53,10 @@ MAX_DIRECTIONS = 30
 """Largest number of directions that are used if rounding of the numerical entries may hide entries that matter. With
 the default confidence, 30 directions find entries that are twice as large as this rounding."""
 
-ROUNDING = 8.0
+OUTPUT_ROUNDING = 8.0
 """Allowed error of a derivative along a direction, times its step, in units of rounding of the output."""
 
-NEGLIGIBLE = 2.0**-10
+NEGLIGIBLE_ERROR = 2.0**-10
 """Share of atol below which an error of a derivative along a direction is ignored. With the default confidence, three
 directions find entries that are a thousand times as large as this error, that is, of about atol."""
 
@@ -66,7 +66,7 @@ STARTS = (1.0, 2.0**2, 2.0**4, 2.0**6, 2.0**9, 2.0**12)
 LARGEST_TWO_POINT = 2.0**4
 """Largest step, in units of eps, for which two evaluations suffice for a derivative along a direction."""
 
-SMALLER, LARGER = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**5, 2.0**12)
+SMALLER_STEPS, LARGER_STEPS = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**5, 2.0**12)
 """Further steps, in units of eps. If many coordinates move together, they may cross kinks that a single one does not
 cross; smaller steps may avoid this. For larger steps, rounding is relatively small."""
 
@@ -212,8 +212,8 @@ class NumericalCertificate:
         self.values = values
         # The first step is chosen for the typical output. For a few large outputs, larger steps are tried afterwards.
         usual = float(torch.linalg.vector_norm(self._base, 1)) / max(1, self._base.numel())
-        scale = usual * ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
-        enough = (step for step in STARTS if scale <= NEGLIGIBLE * self._settings.atol * step)
+        scale = usual * OUTPUT_ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps
+        enough = (step for step in STARTS if scale <= NEGLIGIBLE_ERROR * self._settings.atol * step)
         self._start = next(enough, STARTS[-1])
         self._first = self._of_direction(0)()
         if not bool(self._compared(self._first, None).wrong.any()):
@@ -358,11 +358,11 @@ class NumericalCertificate:
             if not bool(hiding.any()) or (step == 1.0 and unexplained > MAX_WRONG_SHARE * rows.numel()):
                 break
             if step == 1.0:
-                steps += [*SMALLER, *LARGER] if unexplained else [*LARGER, *SMALLER]
+                steps += [*SMALLER_STEPS, *LARGER_STEPS] if unexplained else [*LARGER_STEPS, *SMALLER_STEPS]
             elif _separable_columns(self._problem, self._compression, hiding.nonzero().reshape(-1), soon) is not None:
                 break
         self._repeat(taken)
-        rounding = ROUNDING * self._problem.unit_roundoff / self._settings.eps * self._base.abs()
+        rounding = OUTPUT_ROUNDING * self._problem.unit_roundoff / self._settings.eps * self._base.abs()
         self._jumps = bool((_is_jump(noises, rounding) & (known > self.asked)).any())
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         refuted = torch.stack([error[0] for error in errors.values()]).amax(0)
@@ -428,8 +428,9 @@ class NumericalCertificate:
         measure = partial(self._differences_along, count=self._count, extrapolated=self._count, excluded=self._excluded)
         differences = measure(self._refuting[row])
         if not bool(differences.derivatives[:, row].isfinite().all()):
-            differences = measure(SMALLER[0])  # func is not defined at the distance of the step
-        allowed = float(self._compared(differences, self._analytical).allowed[row]) + NEGLIGIBLE * settings.atol
+            differences = measure(SMALLER_STEPS[0])  # func is not defined at the distance of the step
+        allowed = float(self._compared(differences, self._analytical).allowed[row])
+        allowed += NEGLIGIBLE_ERROR * settings.atol
         found: list[Found] = []
         errors = differences.derivatives[:, row] - differences.directions @ gradient
         while True:
@@ -499,13 +500,13 @@ class NumericalCertificate:
             total = torch.zeros_like(base)
             ops.project_entries_(total, None, u, self._compression.columns, self._compression.rows, entries)
             torch.maximum(error, total.sub_(derivatives).abs_(), out=error)
-        relative, share = ROUNDING * differences.rounding, 1.0
+        relative, share = OUTPUT_ROUNDING * differences.rounding, 1.0
         if analytical is None:
-            relative = max(relative, ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps)
+            relative = max(relative, OUTPUT_ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps)
             # Errors of the numerical entries of a row have random signs: their sum grows with the root of their number.
             share = max(1, self._compression.pattern.most_in_row) ** 0.5
         allowed = base.abs().mul_(relative * share).add_(differences.noise, alpha=4.0 * share)
-        return _Discrepancies(error, allowed.clamp_(min=NEGLIGIBLE * self._settings.atol))
+        return _Discrepancies(error, allowed.clamp_(min=NEGLIGIBLE_ERROR * self._settings.atol))
 
 
 def _shown(bounds: dict[float, Tensor], errors: dict[float, Tensor], negligible: Tensor) -> Tensor:

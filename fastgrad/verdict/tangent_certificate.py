@@ -27,7 +27,7 @@ from fastgrad.verdict.analytical_certificate import MAX_COTANGENTS, SAME
 from fastgrad.verdict.comparison import excesses
 from fastgrad.verdict.confirm import entry_at, located_failure
 from fastgrad.verdict.linearity import (
-    NEGLIGIBLE,
+    NEGLIGIBLE_COMPONENT,
     TERM_ROUNDING,
     detected_size,
     disagreement,
@@ -203,7 +203,7 @@ class TangentCertificate:
         sizes = term_sizes(squares, sums)
         roundoff = self._problem.unit_roundoff
         rounding = sum_rounding(self._compression.pattern.most_in_row, roundoff)
-        allowed = rounding * sizes + NEGLIGIBLE * self._settings.atol
+        allowed = rounding * sizes + NEGLIGIBLE_COMPONENT * self._settings.atol
         error = products - sums
         if not bool((error.abs() <= allowed).all()):
             measured = measured_rounding(lambda factor: self._jvps_of(tangents * factor), products, sizes, roundoff)
