@@ -23,7 +23,7 @@ from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Failure, Part
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
-from fastgrad.verdict.comparison import Findings, excesses
+from fastgrad.verdict.comparison import Findings, entry_count, excesses
 from fastgrad.verdict.confirm import entries_failure, pattern_mismatch
 from fastgrad.verdict.linearity import one_hot_rows, separate_failure
 from fastgrad.verdict.numerical_certificate import MAX_SUSPECTS, Incomplete, NumericalCertificate, incomplete
@@ -467,5 +467,5 @@ class PatternVerdict(_Entries):
             self.findings.pairs = []
             return elsewhere
         output, block = self._problem.outputs[failure.output or 0], self._problem.inputs[failure.input or 0]
-        every = output.tensor.numel() * (block.size // block.width)
-        return replace(failure, comparison=replace(comparison, entries=every, exhaustive=False, on_pattern=False))
+        whole = replace(comparison, entries=entry_count(output, block), exhaustive=False, on_pattern=False)
+        return replace(failure, comparison=whole)

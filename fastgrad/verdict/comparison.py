@@ -192,9 +192,9 @@ class PairComparison:
         first_row, first_column
             The element of row 0 and the coordinate of column 0.
         """
-        width = self._width()
+        width = self._width
         first = first_column // width
-        self._take_in(analytical, numerical, width, lambda row, column: (first_row + row, first + column))
+        self._take_in(analytical, numerical, lambda row, column: (first_row + row, first + column))
         whole = self.output.tensor.numel() * self.input.tensor.numel()
         if self.mismatches and whole <= MAX_MATRIX_ENTRIES and analytical.numel() == whole * width:
             matrices = _matrix(analytical, width), _matrix(numerical, width)
@@ -213,19 +213,17 @@ class PairComparison:
             The elements of each entry, as in a block: int64, shape (entries,).
         """
         self.on_pattern = True
-        where = analytical.unsqueeze(0), numerical.unsqueeze(0), self._width()
         self.entries_at_hand = analytical, numerical, rows, columns
-        self._take_in(*where, lambda _, entry: (rows[entry], columns[entry]))
+        self._take_in(analytical[None], numerical[None], lambda _, entry: (rows[entry], columns[entry]))
 
+    @property
     def _width(self) -> int:
         """Number of coordinates along a row of a block that make one entry."""
         return 2 if (self.output if self.mode == "forward" else self.input).is_complex else 1
 
-    def _take_in(
-        self, analytical: Tensor, numerical: Tensor, width: int, elements: Callable[[Any, Any], tuple[Any, Any]]
-    ) -> None:
+    def _take_in(self, analytical: Tensor, numerical: Tensor, elements: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         """Adds a block; elements: returns the elements to which a row and a column of entries belong."""
-        forward = self.mode == "forward"
+        forward, width = self.mode == "forward", self._width
         along_rows, along_columns = (self.input, self.output) if forward else (self.output, self.input)
         atol, rtol = self.tolerances.atol, self.tolerances.rtol
         statistics = ops.compare(analytical, numerical, atol, rtol, width == 2, False).tolist()
@@ -237,7 +235,7 @@ class PairComparison:
             return
         self.mismatches += int(mismatches)
         self.sums = [total + term for total, term in zip(self.sums, sums, strict=True)]
-        self._keep_failing(analytical, numerical, width, elements)
+        self._keep_failing(analytical, numerical, elements)
         if self.worst is None or excess > self.worst_excess:
             i, k = int(row), int(column)
             a, n = (number_of(block[i, k * width : (k + 1) * width].tolist()) for block in (analytical, numerical))
@@ -248,10 +246,10 @@ class PairComparison:
             self.worst = Entry(output_index, input_index, a, n, atol + rtol * modulus(n))
 
     def _keep_failing(
-        self, analytical: Tensor, numerical: Tensor, width: int, elements: Callable[[Any, Any], tuple[Any, Any]]
+        self, analytical: Tensor, numerical: Tensor, elements: Callable[[Any, Any], tuple[Any, Any]]
     ) -> None:
         """Keeps the entries of a block that differ: elements along rows and columns, and both values."""
-        values = [_matrix(block, width) for block in (analytical, numerical)]
+        values = [_matrix(block, self._width) for block in (analytical, numerical)]
         differing = self._differ(*values)
         rows, columns = differing.nonzero(as_tuple=True)
         found, wanted = (value[rows, columns].to(torch.complex128) for value in values)
@@ -351,9 +349,8 @@ class PairComparison:
 
         analytical, numerical, *elements = self.entries_at_hand
         rows, columns = reversed(elements) if self.mode == "forward" else elements
-        width = self._width()
-        dtype = torch.complex128 if width == 2 else torch.float64
-        found, wanted = (_matrix(block.unsqueeze(0), width)[0].cpu().to(dtype) for block in (analytical, numerical))
+        dtype = torch.complex128 if self._width == 2 else torch.float64
+        found, wanted = (_matrix(block[None], self._width)[0].cpu().to(dtype) for block in (analytical, numerical))
         shapes = tuple(self.output.tensor.shape), tuple(self.input.tensor.shape)
         return Sample(*shapes, rows.cpu(), columns.cpu(), found, wanted, self._differ(found, wanted))
 
@@ -366,7 +363,7 @@ class PairComparison:
         sum_analytical, sum_numerical, re, im = self.sums
         analytical, numerical = self.matrices or (None, None)
         return Comparison(
-            entries=self._every_entry if self._is_partial else self.entries,
+            entries=entry_count(self.output, self.input) if self._is_partial else self.entries,
             mismatches=self.mismatches,
             worst=self.worst,
             largest_absolute=self.largest_absolute,
@@ -383,13 +380,9 @@ class PairComparison:
         )
 
     @property
-    def _every_entry(self) -> int:
-        return self.output.tensor.numel() * (self.input.size // self.input.width)
-
-    @property
     def _is_partial(self) -> bool:
         """Whether some columns were not compared: those after the first block of columns with a wrong entry."""
-        return not self.on_pattern and self.entries < self._every_entry
+        return not self.on_pattern and self.entries < entry_count(self.output, self.input)
 
     def pair(self, part: Part, agrees: bool) -> Pair:
         """The `Pair` of this comparison; agrees: its outcome."""
@@ -398,6 +391,11 @@ class PairComparison:
         counts = self.entries, self.mismatches
         exhaustive = agrees or not self._is_partial
         return Pair(*places, part, self.mode, *counts, agrees, *largest, self.on_pattern, exhaustive)
+
+
+def entry_count(output: Block, block: Block) -> int:
+    """Number of entries of the Jacobian of an output with respect to an input; its complex entries count once."""
+    return output.tensor.numel() * (block.size // block.width)
 
 
 def groups_without_a_common_row(moved: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -21,7 +21,14 @@ from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Comparison, Entry, Extent, Failure, Mode, Part
 from fastgrad.report.number_text import count
 from fastgrad.report.settings import Settings
-from fastgrad.verdict.comparison import MAX_WORST, Findings, PairComparison, groups_without_a_common_row, places_along
+from fastgrad.verdict.comparison import (
+    MAX_WORST,
+    Findings,
+    PairComparison,
+    entry_count,
+    groups_without_a_common_row,
+    places_along,
+)
 from fastgrad.verdict.locate import locate
 from fastgrad.verdict.remeasure import CLEAR_DIFFERENCE, RemeasuredEntry, Suspects, not_finite, worst_remeasured
 
@@ -146,14 +153,12 @@ def located_failure(found: list[Found]) -> Failure:
     same = [entry for entry in found if (entry.output, entry.input, entry.part) == (head.output, head.input, head.part)]
     remeasured_entries = [entry.remeasured for entry in same if entry.remeasured is not None]
     worst = max(remeasured_entries, key=lambda remeasured: _excess(remeasured.entry))
-    width = head.input.width
-    entries = head.output.tensor.numel() * (head.input.size // width)
     pairs = [(remeasured.entry.analytical, remeasured.entry.numerical) for remeasured in remeasured_entries]
     finite = [(modulus(a - n), modulus(n)) for a, n in pairs if math.isfinite(modulus(a - n))]
     product = sum((complex(a) * complex(n).conjugate() for a, n in pairs), 0j)
     wrong = sorted((remeasured.entry for remeasured in remeasured_entries), key=_excess, reverse=True)
     comparison = Comparison(
-        entries=entries,
+        entries=entry_count(head.output, head.input),
         mismatches=len(same),
         worst=worst.entry,
         largest_absolute=max((difference for difference, _ in finite), default=0.0),
