@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from fastgrad.checks.one_block import is_small, runs_single_rows, take_calls
 from fastgrad.checks.small_result import UNDECIDED_SUMS, SmallCheck
 from fastgrad.core.errors import as_raised, raise_if_transient, raise_unless_of_func
 from fastgrad.core.memory import OUT_OF_MEMORY
-from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch
+from fastgrad.core.phases import stopwatch
 from fastgrad.core.progress import Progress
 from fastgrad.engines import cost_model
 from fastgrad.engines.plan import (
@@ -165,8 +164,7 @@ def _report(
 ) -> Report:
     """Runs all checks and returns the report, without causes; start, notes: as in `complete_check`."""
     seconds = {"first evaluation": time.perf_counter() - start}
-    worth_it = problem.n >= TIMED_COLUMNS or seconds["first evaluation"] >= TIMED_SECONDS
-    with Stopwatch(seconds) if worth_it else nullcontext():
+    with stopwatch(seconds, problem.n, seconds["first evaluation"]):
         plan, failure = _first_failure(problem, settings, findings)
     if failure is not None and failure.comparison is not None and all(pair.agrees for pair in findings.pairs):
         findings.add_pair(located_pair(failure, failure.comparison))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from fastgrad.checks.small_sums import (
 from fastgrad.core.errors import as_raised
 from fastgrad.core.memory import OUT_OF_MEMORY, lacks_again
 from fastgrad.core.native import SmallProblem, WholeBackward
-from fastgrad.core.phases import TIMED_COLUMNS, TIMED_SECONDS, Stopwatch, phase
+from fastgrad.core.phases import phase, stopwatch
 from fastgrad.core.precision import RELATIVE_STEP, ROUNDING
 from fastgrad.engines.plan import (
     compares_undecided_entries,
@@ -59,9 +58,8 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
     check = _new_check(problem, settings, backward)
     if not problem.is_plain:
         return check
-    worth_it = problem.n >= TIMED_COLUMNS or problem.seconds >= TIMED_SECONDS
     try:
-        with Stopwatch(check.seconds) if worth_it else nullcontext():
+        with stopwatch(check.seconds, problem.n, problem.seconds):
             _run(check, backward)
     except OUT_OF_MEMORY:
         problem.evaluator.restore()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter, process_time
 
 import torch
@@ -57,6 +58,14 @@ class Stopwatch:
 
     def __exit__(self, *_: object) -> None:
         running.watch = self._before
+
+
+def stopwatch(seconds: dict[str, float], columns: int, first: float) -> AbstractContextManager[object]:
+    """A `Stopwatch`, or a context that does nothing in the quickest checks.
+
+    columns: number of input coordinates. first: seconds of the first evaluation.
+    """
+    return Stopwatch(seconds) if columns >= TIMED_COLUMNS or first >= TIMED_SECONDS else nullcontext()
 
 
 class _Running(threading.local):

@@ -115,17 +115,13 @@ def first_look(problem: Problem, settings: Settings, known: KnownLook | None = N
     if seconds is None:  # func accepts only single steps
         return look(True, None, problem.seconds)
     reacted = (next_to_x.view(torch.int64) != base.view(torch.int64)).cpu().numpy()
-    if torch.is_grad_enabled():
-        without = unless_rejected(partial(evaluate, plain, False))
-        if without is None:  # for example, because func itself calls autograd
-            return look(True, reacted, seconds)
-        if torch.equal(next_to_x, plain):
-            return look(False, reacted, seconds, without)
-        # The mode explains a difference only if repeated evaluations in each mode give the same values.
-        found = look(True, reacted, seconds)
-        if not (gives_again(plain, False) and gives_again(next_to_x, True)):
-            problem.irreproducible.append("next to the inputs")
-        return found
+    # func may raise without a graph, for example because it calls autograd.
+    without = unless_rejected(partial(evaluate, plain, False)) if torch.is_grad_enabled() else None
+    if without is not None and torch.equal(next_to_x, plain):
+        return look(False, reacted, seconds, without)
+    # The mode explains a difference only if repeated evaluations in each mode give the same values.
+    if without is not None and not (gives_again(plain, False) and gives_again(next_to_x, True)):
+        problem.irreproducible.append("next to the inputs")
     return look(True, reacted, seconds)
 
 

@@ -168,8 +168,7 @@ def worst_remeasured(
     off = found.errors.abs()
     agrees = found.differences <= found.allowed
     # A gradient is wrong if it agrees only with slopes that come from rounding inside func.
-    is_rounding = found.any_part("doubtful") | found.any_part("jumps")
-    is_undecided = agrees & ~found.converged & ~is_rounding & (off <= MAX_UNDECIDED_ERROR * found.allowed)
+    is_undecided = agrees & ~found.converged & ~found.are_no_slopes & (off <= MAX_UNDECIDED_ERROR * found.allowed)
     for which in map(int, is_undecided.nonzero().reshape(-1)):  # tensor subclasses have no tolist
         is_undecided[which] = all(found.kinks(which))
     unresolved = float(off[is_undecided].amax()) if bool(is_undecided.any()) else 0.0
@@ -188,9 +187,10 @@ class _Remeasured:
         The entries and their errors: complex128, shape (entries,).
     allowed, differences
         The tolerances of the entries, and how far the analytical values are from them: float64, shape (entries,).
+    are_no_slopes
+        Where rounding inside func explains the value, or func jumps at x: bool, shape (entries,).
     converged
-        Whether the error of an entry is within the tolerance, rounding inside func does not explain its value, and func
-        does not jump at x: bool, shape (entries,).
+        Where the error is within the tolerance, and the value is a slope: bool, shape (entries,).
     """
 
     def __init__(
@@ -202,8 +202,8 @@ class _Remeasured:
         self.values, self.errors = self.entries("values"), self.entries("errors")
         self.allowed = self.suspects.tolerances.allowed(self.values)
         self.differences = (self.suspects.analytical - self.values).abs()
-        explained = self.any_part("doubtful") | self.any_part("jumps")
-        self.converged = (self.errors.abs() <= self.allowed) & ~explained  # a NaN has not converged
+        self.are_no_slopes = self.any_part("doubtful") | self.any_part("jumps")
+        self.converged = (self.errors.abs() <= self.allowed) & ~self.are_no_slopes  # a NaN has not converged
 
     def entries(self, name: str) -> Tensor:
         """A field of the refinements, real or complex: complex128, shape (entries,)."""
