@@ -457,7 +457,7 @@ def residual_row(
     differences: Differences,
     cotangent: Cotangent,
     vector: Tensor,
-    first_graph: bool = False,
+    first_graph: bool,
 ) -> tuple[list[float], list[float], Tensor]:
     """One row of the sketch, for a cotangent and its vector; its allowed errors; and the VJP, shape (n,).
 

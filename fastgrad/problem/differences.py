@@ -16,7 +16,7 @@ from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.evaluation import Evaluation
 
 
-class Differences(Evaluation):
+class CentralDifferences(Evaluation):
     """Columns of the numerical Jacobian."""
 
     @phase("numerical columns")

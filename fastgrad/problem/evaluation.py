@@ -304,7 +304,7 @@ class Evaluation:
 
     @repeats_if_memory_lacks
     def values_along(
-        self, displacement: Tensor, scales: Sequence[float], values: Sequence[Tensor], record_graph: bool = True
+        self, displacement: Tensor, scales: Sequence[float], values: Sequence[Tensor], record_graph: bool
     ) -> None:
         """Writes the outputs at x + scale displacement, for several scales, into values: float64, shape (m,) each."""
         self._recorded = None
@@ -315,7 +315,7 @@ class Evaluation:
 
     @repeats_if_memory_lacks
     def differences_along(
-        self, along: native.RandomDirections, base: Tensor, curve: float, fixed: Tensor | None = None
+        self, along: native.RandomDirections, base: Tensor, curve: float, fixed: Tensor | None
     ) -> native.Derivatives:
         """The derivatives of the outputs along random directions.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fastgrad.problem.differences import Differences
+from fastgrad.problem.differences import CentralDifferences
 from fastgrad.problem.forward import ForwardMode
 from fastgrad.problem.reverse import ReverseMode
 from fastgrad.problem.second_order import Backward
 
 
-class Problem(Differences, ReverseMode, ForwardMode):
+class Problem(CentralDifferences, ReverseMode, ForwardMode):
     """The map f: R^n -> R^m of func and its inputs, with its derivatives by autograd.
 
     This is a context manager: on leaving it, also after an exception or Ctrl-C, the inputs have the bits that they had

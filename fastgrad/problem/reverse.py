@@ -193,7 +193,7 @@ class ReverseMode(Evaluation):
         graphs = [graph for graph in (self._first, self._recorded) if graph and self._base is not None]
         return [self._flat(output.detach() for output in graph.outputs) for graph in graphs]
 
-    def vjp_of_older_graph(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
+    def vjp_of_older_graph(self, cotangents: Tensor, layouts: Sequence[int], only: Block | None) -> Tensor:
         """V J as in `vjp`, from the first graph if func was called since; otherwise as in `vjp_before`."""
         if self.evaluations_since_first_graph():
             return self.vjp_of_first_graph(cotangents, layouts, only)
@@ -232,7 +232,7 @@ class ReverseMode(Evaluation):
         return self.vjp_graph().vjp_of_zeros()
 
     @repeats_if_memory_lacks
-    def undefined_gradients(self, only: Block | None = None) -> list[Tensor | None]:
+    def undefined_gradients(self, only: Block | None) -> list[Tensor | None]:
         """The same for undefined grad_outputs: of all outputs, or of one output while the others get zeros."""
         self.vjps += 1
         return self.vjp_graph().vjp_of_undefined(None if only is None else only.index)

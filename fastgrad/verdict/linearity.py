@@ -143,7 +143,7 @@ def detected_size(resolution: float, vectors: int, confidence: float) -> float:
 
 
 def linearity_cotangents(
-    m: int, seed: int, device: torch.device, kinds: tuple[GradOutputKind, ...] = GRAD_OUTPUT_KINDS, number: int = 0
+    m: int, seed: int, device: torch.device, kinds: tuple[GradOutputKind, ...], number: int = 0
 ) -> Tensor:
     """The cotangents of a `LinearityTest`, one of each kind: float64, shape (kinds, m).
 

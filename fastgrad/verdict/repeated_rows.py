@@ -176,7 +176,7 @@ def graphs_agree(
     )
 
 
-def allowed_movement(settings: Settings, cotangent: Tensor | None = None) -> float:
+def allowed_movement(settings: Settings, cotangent: Tensor | None) -> float:
     """The difference between two runs of a VJP that nondet_tol allows; cotangent: as in `graphs_agree`."""
     if cotangent is None or not settings.nondet_tol:
         return settings.nondet_tol
