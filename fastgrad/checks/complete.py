@@ -53,11 +53,7 @@ from fastgrad.verdict.grad_outputs import (
 from fastgrad.verdict.recording import check_new_grad_outputs, check_recorded_gradients, moves_on_one_graph
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import nondeterministic, nondeterministic_func
-from fastgrad.verdict.tangents import (
-    nondeterministic_jvp,
-    nonlinear_in_inputs,
-    repeated_tangents_failure,
-)
+from fastgrad.verdict.tangents import nondeterministic_jvp, nonlinear_in_inputs, repeated_tangents_failure
 
 if TYPE_CHECKING:
     from fastgrad.checks.sketch import Screening

@@ -48,12 +48,7 @@ from fastgrad.verdict.tangents import TangentLinearityTest
 
 
 def dense_check(
-    problem: Problem,
-    plan: Plan,
-    settings: Settings,
-    look: FirstLook | None,
-    findings: Findings,
-    calls: RepeatedCalls,
+    problem: Problem, plan: Plan, settings: Settings, look: FirstLook | None, findings: Findings, calls: RepeatedCalls
 ) -> tuple[Plan, Failure | None]:
     """The plan that was used, and the failure, if any.
 

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.small_result import SmallCheck, SmallPattern
-from fastgrad.checks.small_sums import (
-    add_products,
-    rounding_of_differences,
-    steps_repeat,
-    sums_agree,
-)
+from fastgrad.checks.small_sums import add_products, rounding_of_differences, steps_repeat, sums_agree
 from fastgrad.core import native
 from fastgrad.core.errors import unless_rejected
 from fastgrad.core.native import Layout, flattened, largest_errors

@@ -20,14 +20,7 @@ from fastgrad.core.tensors import differ, largest, largest_finite, near
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.plan import sketch_size
-from fastgrad.engines.sketch import (
-    KINK,
-    NOISE_SHARE,
-    derivatives_vary,
-    func_varies,
-    parts_of_directions,
-    weights,
-)
+from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_vary, func_varies, parts_of_directions, weights
 from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screening_grad_outputs, weighted_grad_outputs
 from fastgrad.problem.first_look import values_vary
 from fastgrad.problem.small_backward import SmallBackward
@@ -578,11 +571,7 @@ def _same_on_third(check: SmallCheck, made: ScreeningGradOutputs, gradients: Ten
 
 
 def _repeat(
-    check: SmallCheck,
-    made: ScreeningGradOutputs,
-    gradients: Tensor,
-    order: list[int],
-    run_again: Sequence[int] = (),
+    check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor, order: list[int], run_again: Sequence[int] = ()
 ) -> float | None:
     """The largest difference from earlier gradients that counts as rounding; None if gradients differ by more.
 

@@ -583,11 +583,7 @@ def _at_eps(
 
 
 def extrapolate(
-    slopes: Tensor,
-    widths: Tensor,
-    rounding: Tensor,
-    ratio: float = RATIO,
-    most_noise: float = math.inf,
+    slopes: Tensor, widths: Tensor, rounding: Tensor, ratio: float = RATIO, most_noise: float = math.inf
 ) -> tuple[Tensor, Tensor]:
     """The best estimate of each entry and its error: shape (entries,) each; NaN and infinity if there is none.
 

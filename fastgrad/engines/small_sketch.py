@@ -122,15 +122,5 @@ def weighted_grad_outputs(
     early = torch.stack([repeated * REPEAT_SCALE] + ([vectors[again]] if is_custom else []))
     early_only = [-1] + ([only[again]] if is_custom else [])
     return ScreeningGradOutputs(
-        torch.stack(vectors),
-        layouts,
-        only,
-        shares,
-        early,
-        early_only,
-        again,
-        one_hot,
-        separate,
-        expanded,
-        of_all,
+        torch.stack(vectors), layouts, only, shares, early, early_only, again, one_hot, separate, expanded, of_all
     )

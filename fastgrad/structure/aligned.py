@@ -95,10 +95,7 @@ def probes_to_align(inputs: Sequence[Block], outputs: Sequence[Block]) -> int:
 
 
 def align(
-    respond: Callable[[Mask], Mask],
-    inputs: Sequence[Block],
-    outputs: Sequence[Block],
-    has_room: Callable[[int], bool],
+    respond: Callable[[Mask], Mask], inputs: Sequence[Block], outputs: Sequence[Block], has_room: Callable[[int], bool]
 ) -> Alignment | None:
     """The dimensions that are aligned; None if their pattern is not useful.
 

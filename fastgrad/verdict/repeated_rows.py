@@ -158,11 +158,7 @@ def by_inputs(
 
 
 def graphs_agree(
-    problem: Problem | SmallBackward,
-    settings: Settings,
-    again: Tensor,
-    known: Tensor,
-    cotangent: Tensor | None = None,
+    problem: Problem | SmallBackward, settings: Settings, again: Tensor, known: Tensor, cotangent: Tensor | None = None
 ) -> bool:
     """Whether VJPs of a cotangent on two graphs, shape (1, n), agree.
 
