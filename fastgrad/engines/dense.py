@@ -174,7 +174,7 @@ def _columns(problem: Problem, plan: Plan, settings: Settings, first: int, count
         columns = vmapped.difference_columns(problem, first, count, plan.batch, eps, single)
     else:
         columns = cuda_graph.difference_columns(problem, first, count, eps, record_graph)
-    error = _disagreement(problem, settings, first, columns, record_graph)
+    error = executor.disagreement(problem, settings, first, columns, record_graph)
     if error > 1:
         refused = executor.RejectedError if error > executor.BEYOND_ROUNDING else executor.UnsuitableError
         raise refused("the columns do not agree with columns computed one by one")
@@ -186,10 +186,5 @@ def columns_one_by_one(problem: Problem, settings: Settings, first: int, count: 
     while True:  # the loop ends, because a checkpoint returns each column only once
         problem.restores = False
         columns = problem.difference_columns(first, count, settings.eps, record_graph)
-        if not problem.restores or _disagreement(problem, settings, first, columns, record_graph) <= 1:
+        if not problem.restores or executor.disagreement(problem, settings, first, columns, record_graph) <= 1:
             return columns
-
-
-def _disagreement(problem: Problem, settings: Settings, first: int, columns: Tensor, record_graph: bool) -> float:
-    how = settings.eps, settings.atol, settings.seed, record_graph
-    return executor.disagreement(problem, first, columns, *how)

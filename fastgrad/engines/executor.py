@@ -16,6 +16,7 @@ from fastgrad.core.phases import clock, phase
 from fastgrad.core.random import TRIAL_STREAM, direction, uniform
 from fastgrad.core.tensors import ones_at
 from fastgrad.problem.problem import Problem
+from fastgrad.report.settings import Settings
 
 DIRECTIONS = 2
 """Number of random directions along which the columns of one pass must add up. Along a single direction, errors of two
@@ -111,9 +112,7 @@ def note_if_repeated(problem: Problem, error: RejectedError, trial: Callable[[],
 
 
 @phase("trial of columns")
-def disagreement(
-    problem: Problem, first: int, columns: Tensor, eps: float, atol: float, seed: int, record_graph: bool
-) -> float:
+def disagreement(problem: Problem, settings: Settings, first: int, columns: Tensor, record_graph: bool) -> float:
     """The error of sums of columns, relative to the allowed error, if larger than 1; otherwise 1.
 
     It is infinite if a sum is not finite, or if a column that is tested separately is wrong. An entry that is wrong by
@@ -126,6 +125,7 @@ def disagreement(
     columns
         float64, shape (count, m).
     """
+    eps, atol, seed = settings.eps, settings.atol, settings.seed
     within = slice(first, first + columns.shape[0])
     values = [torch.empty(problem.m, dtype=torch.float64, device=problem.device) for _ in SCALES]
     for which in range(DIRECTIONS):

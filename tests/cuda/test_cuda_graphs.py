@@ -86,7 +86,7 @@ def test_replayed_columns_are_those_of_the_loop(device: torch.device, record_gra
             single = problem.difference_columns(0, problem.n, EPS, record_graph)
             columns = cuda_graph.difference_columns(problem, 0, problem.n, EPS, record_graph)
             torch.testing.assert_close(columns, single, rtol=0, atol=1e-8)
-            assert executor.disagreement(problem, 0, columns, EPS, 1e-5, 0, record_graph) == 1
+            assert executor.disagreement(problem, Settings(), 0, columns, record_graph) == 1
 
 
 @pytest.mark.usefixtures("as_before")

@@ -206,7 +206,7 @@ def test_columns_are_those_of_the_loop(
         for first, count in ((0, problem.n), (1, problem.n - 1)):
             columns = cuda_graph.difference_columns(problem, first, count, EPS, record_graph)
             assert torch.equal(columns, single[first : first + count])
-            assert executor.disagreement(problem, first, columns, EPS, 1e-5, 0, record_graph) == 1
+            assert executor.disagreement(problem, Settings(), first, columns, record_graph) == 1
     assert cuda.streams == ["current"]
     assert gc.isenabled()
     assert all(torch.equal(v.detach(), old) and v._version == 0 for v, old in zip(tensors, bits, strict=True))
@@ -355,7 +355,7 @@ def test_what_depends_on_the_number_of_calls_does_not_agree(cuda: Cuda) -> None:
     func = Counted(1 + 2 * (cuda_graph.EAGER_STEPS + 1) + 1, lambda x: 2 * x.cumsum(0))
     with Problem(func, (leaf(40),)) as problem:
         columns = cuda_graph.difference_columns(problem, 0, 40, EPS, False)
-        assert executor.disagreement(problem, 0, columns, EPS, 1e-5, 0, False) > 1
+        assert executor.disagreement(problem, Settings(), 0, columns, False) > 1
 
 
 def raising(error: type[BaseException]) -> Callable[[Tensor], Tensor]:

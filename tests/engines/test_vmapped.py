@@ -63,7 +63,7 @@ def test_columns_are_those_of_the_loop(func: Callable[..., Any], inputs: tuple[A
         for first, count in ((0, problem.n), (problem.n // 3, problem.n // 2)):
             columns = vmapped.difference_columns(problem, first, count, size, EPS)
             torch.testing.assert_close(columns, single[first : first + count], rtol=0, atol=1e-8)
-            assert executor.disagreement(problem, first, columns, EPS, 1e-5, 0, False) == 1
+            assert executor.disagreement(problem, Settings(), first, columns, False) == 1
 
 
 def test_a_func_that_records_by_itself() -> None:
@@ -199,14 +199,14 @@ def test_a_wrong_rule_is_seen_wherever_it_is_wrong() -> None:
     x = leaf(80)
     with Problem(lambda x: x.cumsum(0), (x,)) as problem:
         columns = vmapped.difference_columns(problem, 0, 80, 80, EPS)
-        assert executor.disagreement(problem, 0, columns, EPS, 1e-5, 0, False) == 1
+        assert executor.disagreement(problem, Settings(), 0, columns, False) == 1
         for row, column in ((0, 0), (79, 79), (41, 17)):
             off = columns.clone()
             off[column, row] += 1e-5
-            assert executor.disagreement(problem, 0, off, EPS, 1e-5, 0, False) > 1
+            assert executor.disagreement(problem, Settings(), 0, off, False) > 1
         off = columns.clone()
         off[3, 4] = torch.nan
-        assert executor.disagreement(problem, 0, off, EPS, 1e-5, 0, False) > 1
+        assert executor.disagreement(problem, Settings(), 0, off, False) > 1
 
 
 @pytest.mark.usefixtures("always")
