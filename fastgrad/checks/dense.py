@@ -225,7 +225,7 @@ class ForwardComparison:
         if failure is not None and self._kept is not None:
             one_hot = torch.eye(len(self._kept), self._problem.n, dtype=torch.float64, device=self._problem.device)
             directions, products = map(torch.cat, zip((one_hot, self._kept), self._linearity.run, strict=True))
-            self._findings.tangents = directions, [-1] * len(directions), products
+            self._findings.tangents = directions, [], products
         return failure
 
     def _failure(self) -> Failure | None:

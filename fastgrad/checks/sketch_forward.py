@@ -104,9 +104,7 @@ class _ForwardScreen:
             failure = self._linearity_failure(differences, tangents) if attempt == 0 else None
             if failure is None and attempt == 0 and bool((self._excess(differences, tangents) > 1).any()):
                 allowed = self._allowed(differences, tangents)
-                failure = repeated_tangents_failure(
-                    problem, settings, differences.directions, [-1] * len(tangents), tangents, allowed
-                )
+                failure = repeated_tangents_failure(problem, settings, differences.directions, (), tangents, allowed)
                 repeat = partial(self._differences, eps, attempt, 1)
                 tentative, extrapolated = differences, self._count  # enough evaluations to show that something is wrong
                 differences = self._differences(eps, attempt, extrapolated)
@@ -278,7 +276,7 @@ class _ForwardScreen:
         combined, shares = combined_tangents(directions, settings.seed)
         products = problem.jvps_of(combined)
         if self._one_hot is not None and differ(products[1:], self._one_hot, settings.atol, False):
-            failure = repeated_tangents_failure(problem, settings, combined[1:], [-1], self._one_hot)
+            failure = repeated_tangents_failure(problem, settings, combined[1:], (), self._one_hot)
             if failure is not None:
                 return failure
 
