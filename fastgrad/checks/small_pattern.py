@@ -137,9 +137,7 @@ def _repeat_what_differs(check: SmallCheck, pattern: SmallPattern, numerical: Te
 
     numerical: the numerical entries, shape (entries,), if some differ from the analytical ones; otherwise None.
     """
-    if not check.is_consistent:
-        return
-    if not steps_repeat(check, check.steps):
+    if not check.is_consistent or not steps_repeat(check, check.steps):
         return
     if numerical is not None:
         again = _numerical_entries(check, pattern)

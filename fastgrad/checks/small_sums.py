@@ -177,9 +177,7 @@ def undecided_calls_repeat(check: SmallCheck, outputs: Tensor) -> bool:
     outputs: those of the graph on which the sums depend. The entries have been compared on a later graph.
     """
     assert check.undecided_sums is not None
-    if not steps_repeat(check, check.steps):
-        return False
-    if not outputs_repeat(check, outputs):
+    if not steps_repeat(check, check.steps) or not outputs_repeat(check, outputs):
         return False
     plain = _plain(check)
     repeated = check.noted(partial(_early_vjps, check, plain))
