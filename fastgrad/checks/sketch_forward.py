@@ -127,8 +127,7 @@ class _ForwardScreen:
             if attempt == 0 and (self._nonlinear or 2 * problem.n + problem.m <= EXACT_CALLS):
                 break  # another step size shows nothing else, or the exact engine costs no more
             eps = next_step(settings, differences, base, self._pending)
-        hidden = float(self._hidden[self._pending].amax())
-        return self._undecided(hidden)
+        return self._undecided(float(self._hidden[self._pending].amax()))
 
     def _differences(self, eps: float, attempt: int, extrapolated: int, count: int | None = None) -> Differences:
         """Differences along the first `count` directions; None: all."""
@@ -243,8 +242,7 @@ class _ForwardScreen:
 
     def _linearity_failure(self, differences: Differences, tangents: Tensor) -> Failure | None:
         """The failure if JVPs do not add up as those of a linear map do."""
-        directions = differences.directions
-        failure = self._combination_failure(directions, tangents) or self._earlier_failure()
+        failure = self._combination_failure(differences.directions, tangents) or self._earlier_failure()
         if failure is not None or self._rows is not None or len(self._problem.inputs) < 2:
             return failure
         return self._inputs_failure(differences, tangents[0])

@@ -262,8 +262,9 @@ class ReverseMode(Evaluation):
         ]
         found = torch.autograd.grad(outputs, self._input_tensors, cotangents, create_graph=True, allow_unused=True)
         self.vjps += 1
-        of_inputs = [(block, g) for block, g in zip(self.inputs, found, strict=True) if g is not None]
-        of_inputs = [(block, gradient) for block, gradient in of_inputs if gradient.requires_grad]
+        pairs = zip(self.inputs, found, strict=True)
+        of_inputs = [(block, gradient) for block, gradient in pairs if gradient is not None and gradient.requires_grad]
+        gradients = [gradient for _, gradient in of_inputs]
         u = torch.zeros(self.n, dtype=torch.float64, device=self.device)
         product = torch.zeros(self.m, dtype=torch.float64, device=self.device)
         for group in groups:
@@ -272,7 +273,6 @@ class ReverseMode(Evaluation):
             for block, gradient in of_inputs:
                 grad_outputs.append(torch.empty_like(gradient, memory_format=torch.contiguous_format).detach())
                 native.ops.unflatten_(grad_outputs[-1], u[block.slice])
-            gradients = [gradient for _, gradient in of_inputs]
             tangents = native.vjp(gradients, cotangents, grad_outputs, False)
             self.vjps += 1
             for output, tangent in zip(self.outputs, tangents, strict=True):

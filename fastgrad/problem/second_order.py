@@ -153,8 +153,7 @@ class Backward:
                 self._check_shapes(outputs, grad_outputs)
             if not self.exist:
                 self.is_custom = not native.runs_no_custom_code(outputs, checked)
-            gradients = native.vjp(outputs, checked, grad_outputs, True)
-            return _all_differentiable(gradients, [*checked, *grad_outputs])
+            return _all_differentiable(native.vjp(outputs, checked, grad_outputs, True), [*checked, *grad_outputs])
 
     def _not_recorded(self, arguments: tuple[Any, ...]) -> Sequence[Tensor | None]:
         """The gradients, which are not recorded.

@@ -305,8 +305,7 @@ def entries_failure(
         remeasured, _, off = _first_confirmed(problem, True, settings.eps, suspects, groups[own])
         unresolved = max(unresolved, off)
         if remeasured is not None:
-            found = Found(output, block, "all", "reverse", 0, (), [], remeasured)
-            return located_failure([found]), unresolved
+            return located_failure([Found(output, block, "all", "reverse", 0, (), [], remeasured)]), unresolved
     return None, unresolved
 
 

@@ -100,8 +100,7 @@ def check_undefined_tangents(problem: Problem, settings: Settings) -> Failure | 
         with_zero, with_none = (problem.jvp([*random[:k], tangent, *random[k + 1 :]]) for tangent in (zero, None))
         for output, left, right in zip(problem.outputs, with_zero, with_none, strict=True):
             if not _allclose(left, right):
-                detail = _worst_text(left, right)
-                return Failure.at("undefined tangent", output, block, mode="forward", detail=detail)
+                return Failure.at("undefined tangent", output, block, mode="forward", detail=_worst_text(left, right))
     return None
 
 

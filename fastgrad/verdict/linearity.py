@@ -503,8 +503,7 @@ def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gr
     """The failure if a VJP is not the sum of the VJPs of single outputs, whose other grad_outputs are undefined."""
     if len(problem.outputs) == 1:
         return None
-    rows = cotangent.unsqueeze(0)
-    parts = torch.cat([problem.vjp(rows, only=output) for output in problem.outputs])
+    parts = torch.cat([problem.vjp(cotangent[None], only=output) for output in problem.outputs])
     which = "for random grad_outputs of all outputs at once"
     return _sum_failure(
         problem, settings, gradient, parts, which, "the gradients for the grad_output of one output at a time"

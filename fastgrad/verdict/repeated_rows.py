@@ -144,8 +144,7 @@ def nonlinear_sum(
 
 def nondeterministic_func(output: Block, where: str) -> Failure:
     """The failure of a func that returned other values when it was evaluated again; where: the points, as text."""
-    detail = f"evaluated again {where}, it gives other values"
-    return Failure.at("nondeterministic func", output, detail=detail)
+    return Failure.at("nondeterministic func", output, detail=f"evaluated again {where}, it gives other values")
 
 
 def by_inputs(
