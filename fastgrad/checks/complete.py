@@ -232,7 +232,7 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
     if failure is None and base_varies(problem, settings):
         problem.irreproducible.append("at the inputs")
     if failure is None and problem.irreproducible:
-        failure = nondeterministic_func(problem.outputs[0], problem.irreproducible[0])
+        failure = nondeterministic_func(problem, problem.irreproducible[0])
     if failure is None and findings.early is not None:
         raise findings.early  # backward raised early, but did not raise again when the checks ran in order
     return plan, failure

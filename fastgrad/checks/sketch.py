@@ -146,7 +146,7 @@ class _Screen:
             if self._tentative is not None and self._attempt == 0:
                 repeat = partial(self._differences, self._count, 1)
                 if contradicts(self._settings, self._base, self._tentative, differences, repeat):
-                    return Screening(nondeterministic_func(self._problem.outputs[0], ALONG_DIRECTION))
+                    return Screening(nondeterministic_func(self._problem, ALONG_DIRECTION))
             verdict = self._judge(differences)
             if verdict is not None:
                 return verdict
@@ -338,7 +338,7 @@ class _Screen:
         problem = self._problem
         measure = partial(self._differences, extrapolated=self._extrapolated)
         if self._attempt == 0 and noise_varies(problem, self._settings, self._base, differences, measure):
-            return Screening(nondeterministic_func(problem.outputs[0], ALONG_DIRECTION))
+            return Screening(nondeterministic_func(problem, ALONG_DIRECTION))
         if not self._selected and self._eps == self._settings.eps and 2 * problem.n + problem.m <= EXACT_CALLS:
             return Screening(undecided=math.inf)
         self._eps = next_step(self._settings, differences, self._base, self._pending)

@@ -109,7 +109,7 @@ class _ForwardScreen:
                 tentative, extrapolated = differences, self._count  # enough evaluations to show that something is wrong
                 differences = self._differences(eps, attempt, extrapolated)
                 if contradicts(settings, base, tentative, differences, repeat):
-                    failure = failure or nondeterministic_func(problem.outputs[0], ALONG_DIRECTION)
+                    failure = failure or nondeterministic_func(problem, ALONG_DIRECTION)
             failure = failure or self._compare(differences, tangents)
             if failure is not None:
                 return Screening(failure)
@@ -123,7 +123,7 @@ class _ForwardScreen:
                 return self._verified()
             again = partial(self._differences, eps, attempt, extrapolated)
             if attempt == 0 and noise_varies(problem, settings, base, differences, again):
-                return Screening(nondeterministic_func(problem.outputs[0], ALONG_DIRECTION))
+                return Screening(nondeterministic_func(problem, ALONG_DIRECTION))
             if attempt == 0 and (self._nonlinear or 2 * problem.n + problem.m <= EXACT_CALLS):
                 break  # another step size shows nothing else, or the exact engine costs no more
             eps = next_step(settings, differences, base, self._pending)

@@ -36,7 +36,7 @@ def check_recorded_gradients(problem: Problem, settings: Settings) -> Failure | 
         for records, known in ((True, recorded), (False, unrecorded)):
             again = problem.evaluate(records, problem.zero_displacement())
             if _difference(problem, settings, "nondeterministic func", "first", known, "later", again) is not None:
-                return nondeterministic_func(problem.outputs[0], "at the inputs")
+                return nondeterministic_func(problem, "at the inputs")
     return failure
 
 

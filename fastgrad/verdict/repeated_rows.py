@@ -142,9 +142,10 @@ def nonlinear_sum(
     return nonlinear_component(mode, block, at, when, f"{own:.{digits}g}", but)
 
 
-def nondeterministic_func(output: Block, where: str) -> Failure:
+def nondeterministic_func(problem: Problem | SmallBackward, where: str) -> Failure:
     """The failure of a func that returned other values when it was evaluated again; where: the points, as text."""
-    return Failure.at("nondeterministic func", output, detail=f"evaluated again {where}, it gives other values")
+    detail = f"evaluated again {where}, it gives other values"
+    return Failure.at("nondeterministic func", problem.outputs[0], detail=detail)
 
 
 def by_inputs(
