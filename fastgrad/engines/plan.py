@@ -414,7 +414,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
     from fastgrad.engines import cuda_graph, vmapped  # imported here to keep `import fastgrad` fast
 
     eps, record_graph = settings.eps, look.record_graph
-    size = vmapped.largest(problem, settings.memory_limit)
+    size = vmapped.most_columns(problem, settings.memory_limit)
     block = max(problem.inputs, key=lambda block: block.size)
     single = partial(problem.difference_columns, eps=eps, record_graph=record_graph)
     batch = partial(vmapped.difference_columns, problem, size=size, eps=eps)

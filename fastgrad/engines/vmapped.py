@@ -48,7 +48,7 @@ def column_bytes(problem: Problem) -> int:
     return 16 * (max(block.size for block in problem.inputs) + 2 * problem.m)
 
 
-def largest(problem: Problem, limit: int | None) -> int:
+def most_columns(problem: Problem, limit: int | None) -> int:
     """Largest number of columns of a batch; if fewer than MIN_COLUMNS, there are no batches.
 
     limit: the memory limit in bytes, of which a batch may take an eighth; None: there is none.

@@ -958,7 +958,7 @@ def test_the_faster_way_is_chosen(
 
     monkeypatch.setattr(executor, "obstacle", lambda _: None)
     monkeypatch.setattr(cuda_graph, "obstacle", lambda _: None)
-    monkeypatch.setattr(vmapped, "largest", lambda *_: 100)
+    monkeypatch.setattr(vmapped, "most_columns", lambda *_: 100)
     monkeypatch.setattr(vmapped, "obstacle", lambda *_: None)
     monkeypatch.setattr(executor, "speedup", speedup)
     block = SimpleNamespace(first=0, size=1000)

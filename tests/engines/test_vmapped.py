@@ -349,9 +349,9 @@ def test_ctrl_c_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_batch_keeps_to_an_eighth_of_the_limit() -> None:
     with Problem(lambda x: x.cumsum(0), (leaf(1000),)) as problem:
         for limit in (10**5, 10**6, 10**7):
-            size = vmapped.largest(problem, limit)
+            size = vmapped.most_columns(problem, limit)
             assert size * vmapped.column_bytes(problem) <= limit // 8
-        assert vmapped.largest(problem, 10**5) < vmapped.MIN_COLUMNS <= vmapped.largest(problem, None)
+        assert vmapped.most_columns(problem, 10**5) < vmapped.MIN_COLUMNS <= vmapped.most_columns(problem, None)
 
 
 SECOND_ORDER: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
