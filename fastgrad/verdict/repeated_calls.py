@@ -195,13 +195,14 @@ class RepeatedCalls:
     def compare_all(self, jacobian: Tensor, products: Tensor) -> None:
         """Like `compare`, for all rows of the Jacobian, shape (m, n), and for the first and the last product.
 
-        products: the VJPs of the `linearity_cotangents` of GRAD_OUTPUT_KINDS, shape (kinds, n).
+        It is called only if there are `rows`. products: the VJPs of the `linearity_cotangents` of GRAD_OUTPUT_KINDS,
+        shape (kinds, n).
         """
         for row, known in self.rows.items():
             if not graphs_agree(self._problem, self._settings, jacobian[row : row + 1], known[None]):
                 self._varying_output = block_with(self._problem.outputs, row)
             self._rounding = max(self._rounding, largest_finite(jacobian[row] - known))
-        if self._known is None or not self.rows or self._problem.m == 1:
+        if self._known is None or self._problem.m == 1:
             return
         for call, kind in (self._calls[0], FIRST_PRODUCT), (self._calls[-1], LAST_PRODUCT):
             again, known = products[GRAD_OUTPUT_KINDS.index(kind)][None], self._known[call : call + 1]
