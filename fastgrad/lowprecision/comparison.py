@@ -220,7 +220,8 @@ class Comparison:
         if not total:
             return 0.0, 0.0, 0.0
         mean = float(torch.where(usable, weight * error * exact, 0.0).sum()) / total
-        return mean, total, total**2 / float(squares.square().sum())
+        # Squares of shares of the total, because squares of very small numbers are zero.
+        return mean, total, 1 / float((squares / total).square().sum())
 
 
 def rounded_entry(

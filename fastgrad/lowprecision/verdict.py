@@ -11,7 +11,7 @@ from torch import Tensor
 from fastgrad.core.native import Layout
 from fastgrad.diagnosis.value_causes import fit
 from fastgrad.lowprecision import differences
-from fastgrad.lowprecision.comparison import Comparison, rounded_entry
+from fastgrad.lowprecision.comparison import Common, Comparison, rounded_entry
 from fastgrad.lowprecision.probes import FACTOR, LAYOUTS, SCALED, Probes, one_row, row_behind
 from fastgrad.lowprecision.reference import Products
 from fastgrad.problem.coordinates import block_with
@@ -298,7 +298,7 @@ def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
     if not found:
         return
     worst = max(found, key=lambda one: abs(one.error) / one.allowed if one.is_alike else 0.0)
-    outcome.note(smallest_scale=max(one.allowed + abs(one.error) for one in found))
+    _state_the_smallest_common(comparison, found, outcome)
     if worst.is_alike and abs(worst.error) > worst.allowed:
         detail = (
             f"the entries of the gradient are {1 + worst.error:.5g} times the right ones, on average over about "
@@ -307,6 +307,21 @@ def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
         outcome.failure = Failure.at("biased", input=worst.block, detail=detail)
         factor = f"the gradient is {1 + worst.error:.5g} times the right one"
         outcome.causes = (Cause("constant factor", factor, "the mean of relative errors", 0.9),)
+
+
+def _state_the_smallest_common(comparison: Comparison, found: list[Common], outcome: Outcome) -> None:
+    """Records the common error that would have been found, and the inputs for which none would have been."""
+    bounds = {one.block.index: one.allowed + abs(one.error) for one in found}
+    bounds = {index: bound for index, bound in bounds.items() if bound < 1}
+    if not bounds:
+        return
+    outcome.note(smallest_scale=max(bounds.values()))
+    others = [block.position for block in comparison.problem.inputs if block.size and block.index not in bounds]
+    if others:
+        outcome.notes.append(
+            "an error common to all entries of a gradient was not looked for in that of "
+            f"{', '.join(f'input {position}' for position in others)}: too few entries are larger than rounding"
+        )
 
 
 def _judge_beyond_range(comparison: Comparison, outcome: Outcome) -> None:

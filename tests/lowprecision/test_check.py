@@ -132,6 +132,17 @@ def test_a_gradient_that_is_one_percent_too_large_is_found_though_no_entry_shows
     assert "1.0098 times the right one" in str(report)
 
 
+@pytest.mark.parametrize("factor", [1e-30, 1e-90])
+def test_no_common_error_is_stated_for_a_gradient_below_rounding(factor: float) -> None:
+    x, y = (normal(32, dtype=torch.float16, seed=seed) for seed in range(2))
+    report = fastgrad.check(lambda x, y: x + factor * y, (x, y))
+    assert report.verdict == "passed"
+    assert report.precision is not None
+    assert report.precision.smallest_scale is not None
+    assert report.precision.smallest_scale < 0.01
+    assert "not looked for in that of input 1" in str(report)
+
+
 def test_a_formula_that_is_wrong_in_every_dtype_is_found_by_the_check_of_the_reference() -> None:
     class Wrong(torch.autograd.Function):
         @staticmethod
