@@ -188,15 +188,16 @@ class Comparison:
         return float(found[(found.numel() - 1) // 2]), float(found[int(0.9 * (found.numel() - 1))]), hidden
 
     def common_errors(self) -> list[Common]:
-        """The common relative error of the gradient of each 16-bit input, over the dense grad_outputs.
+        """The common relative error of the gradient of each input, over the dense grad_outputs; empty in float32.
 
-        The constant grad_output is left out: entries of its gradient may all be the same sum, with the same error.
+        If another input or an output is 16-bit, inputs of wider dtypes are included: their gradients are allowed the
+        same rounding. The constant grad_output is left out: entries of its gradient may all be the same sum, with the
+        same error.
         """
-        found = []
+        if self.dtype is torch.float32:
+            return []
+        found, unit = [], unit_roundoff(self.dtype)
         for block in self.problem.inputs:
-            unit = unit_roundoff(block.tensor.dtype)
-            if unit < unit_roundoff(torch.float16) or not block.size:
-                continue
             every = (self._common_error(block, probe) for probe in range(self.probes.dense - 1))
             parts = [part for part in every if part[1]]
             if not parts:

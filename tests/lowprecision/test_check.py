@@ -132,6 +132,26 @@ def test_a_gradient_that_is_one_percent_too_large_is_found_though_no_entry_shows
     assert "1.0098 times the right one" in str(report)
 
 
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "passed"), (1.01, "failed")])
+def test_a_float32_gradient_in_a_bfloat16_kernel_has_no_common_error(factor: float, verdict: str) -> None:
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return (x.float() @ w).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, w = ctx.saved_tensors
+            return (grad.float() @ w.t()).to(x.dtype), factor * (x.float().t() @ grad.float())
+
+    x, w = normal(16, 32, dtype=torch.bfloat16), normal(32, 8, dtype=torch.float32)
+    report = fastgrad.check(Linear.apply, (x, w), reference=torch.matmul)
+    assert report.verdict == verdict
+    if report.failure is not None:
+        assert (report.failure.kind, report.failure.input) == ("biased", 1)
+
+
 @pytest.mark.parametrize("factor", [1e-30, 1e-90])
 def test_no_common_error_is_stated_for_a_gradient_below_rounding(factor: float) -> None:
     x, y = (normal(32, dtype=torch.float16, seed=seed) for seed in range(2))
