@@ -236,6 +236,10 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
             outcome.fail("beyond rounding", alone.entry(*_place(found)))
             return
     if float(ratio.max()) <= MAX_OF_SUMS:
+        # Rounding within sums has no common sign: an error that all entries have in common is not explained by it.
+        _judge_common_errors(comparison, outcome)
+        if outcome.failure is not None:
+            return
         outcome.note(
             undecided="the gradient of a sum over outputs differs by more than rounding of the reference explains, "
             "but the gradients of the rows that were compared alone do not",

@@ -132,6 +132,26 @@ def test_a_gradient_that_is_one_percent_too_large_is_found_though_no_entry_shows
     assert "1.0098 times the right one" in str(report)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.012, 1.02, 1.03])
+def test_an_error_of_sums_that_is_common_to_all_entries_is_not_undecided(factor: float) -> None:
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return (x.float() @ w.float()).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, w = ctx.saved_tensors
+            of_w = factor * (x.float().t() @ grad.float())
+            return (grad.float() @ w.float().t()).to(x.dtype), of_w.to(w.dtype)
+
+    for seed in range(4):
+        x, w = normal(64, 32, dtype=torch.bfloat16, seed=seed), normal(32, 8, dtype=torch.bfloat16, seed=10 + seed)
+        report = fastgrad.check(Linear.apply, (x, w), reference=torch.matmul, fast_mode=True)
+        assert report.verdict == ("failed" if factor != 1 else "passed"), seed
+
+
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "passed"), (1.01, "failed")])
 def test_a_float32_gradient_in_a_bfloat16_kernel_has_no_common_error(factor: float, verdict: str) -> None:
     class Linear(torch.autograd.Function):
