@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +90,12 @@ def second_spread(products: Products, cotangents: Tensor, exact: Tensor, dtype: 
     """Scales of outputs and VJPs in a second look: shapes (m,) and (count, n)."""
     draws = [Arithmetic(dtype, _SECOND_SEED + i, decomposes=True) for i in range(SECOND_DRAWS)]
     return _mean_square(products, cotangents, exact, "relative to the largest", draws)
+
+
+def plain_draws(products: Products, cotangents: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yields the VJPs of the `DRAWS` runs of `spread_of` at the given inputs again: shape (count, n)."""
+    for number in range(DRAWS):
+        yield products.draw(Arithmetic(dtype, _SEED + number), cotangents, "nothing")[1]
 
 
 def _mean_square(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ SIGNIFICANT = 0.01
 SCALE_UNITS = 1.0
 SCALE_ERRORS = 3.0
 """Allowed common relative error of a whole gradient: `SCALE_UNITS` unit roundoffs, for rounding that affects all
-entries alike, plus `SCALE_ERRORS` standard errors of the mean. Chosen together with the factors of `allowance`."""
+entries alike, plus `SCALE_ERRORS` standard errors of the mean; or, if this is larger, `SCALE_ERRORS` times the common
+error of perturbed runs. Chosen together with the factors of `allowance`."""
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,21 @@ class Comparison:
         """
         if self.dtype is torch.float32:
             return []
+        found = self._common(self.low - self.exact)
+        # An intermediate result that many entries depend on, for example the logarithm of a sum, gives them the same
+        # relative error. So the common errors of runs in perturbed arithmetic are measured, too.
+        squares = [0.0] * len(self.problem.inputs)
+        cotangents = self.probes.cotangents[: self.probes.dense - 1]
+        for gradients in allowance.plain_draws(self.products, cotangents, self.dtype) if found else ():
+            for one in self._common(gradients - self.exact[: len(gradients)]):
+                squares[one.block.index] += one.error**2 / allowance.DRAWS
+        return [replace(one, allowed=max(one.allowed, SCALE_ERRORS * squares[one.block.index] ** 0.5)) for one in found]
+
+    def _common(self, errors: Tensor) -> list[Common]:
+        """The common part of errors of the dense VJPs, for each input that has one."""
         found, unit = [], unit_roundoff(self.dtype)
         for block in self.problem.inputs:
-            every = (self._common_error(block, probe) for probe in range(self.probes.dense - 1))
+            every = (self._common_error(errors, block, probe) for probe in range(self.probes.dense - 1))
             parts = [part for part in every if part[1]]
             if not parts:
                 continue
@@ -209,11 +222,10 @@ class Comparison:
             found.append(Common(block, mean, allowed, sum(part[2] for part in parts), alike))
         return found
 
-    def _common_error(self, block: Block, probe: int) -> tuple[float, float, float]:
+    def _common_error(self, errors: Tensor, block: Block, probe: int) -> tuple[float, float, float]:
         """The weighted mean of relative errors, the sum of its weights and the effective number of entries."""
         size, scale = self.size[probe, block.slice], self.scale[probe, block.slice]
-        exact = self.exact[probe, block.slice]
-        error = self.low[probe, block.slice] - exact
+        exact, error = self.exact[probe, block.slice], errors[probe, block.slice]
         usable = error.isfinite() & scale.isfinite() & size.isfinite() & (size > 0)
         weight = torch.where(usable, 1 / scale.square(), 0.0)
         squares = torch.where(usable, weight * size.square(), 0.0)

@@ -132,6 +132,17 @@ def test_a_gradient_that_is_one_percent_too_large_is_found_though_no_entry_shows
     assert "1.0098 times the right one" in str(report)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_rounding_of_one_number_that_all_entries_depend_on_is_no_common_error(dtype: torch.dtype) -> None:
+    def logsumexp(x: Tensor) -> Tensor:
+        return x.logsumexp(-1)
+
+    for seed in range(20):
+        assert fastgrad.check(logsumexp, normal(4, 50, dtype=dtype, seed=seed), fast_mode=True).verdict == "passed"
+    wrong = elementwise(torch.tanh, lambda g, x: 1.03 * tanh_slope(g, x))
+    assert fastgrad.check(wrong, normal(64, dtype=dtype), reference=torch.tanh).failure is not None
+
+
 @pytest.mark.parametrize("factor", [1.0, 1.012, 1.02, 1.03])
 def test_an_error_of_sums_that_is_common_to_all_entries_is_not_undecided(factor: float) -> None:
     class Linear(torch.autograd.Function):
