@@ -43,6 +43,11 @@ NEGLIGIBLE_REMAINDER = 1e-5
 no error that matters: the default atol of `gradcheck`."""
 
 
+NOISE_SHARE = 2.0**-4
+"""Remainders are noise if, at the smaller half of the steps, the largest of them is at least this share of the largest
+at all steps. With a wrong or a right gradient, it would be 2^-9 or less."""
+
+
 @dataclass(frozen=True, eq=False)
 class AdjointTest(EqualByContent):
     """``<v, J u>`` by forward and by reverse mode, for each trial, output and input; true if they agree.
@@ -313,17 +318,22 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
             continue
         steps.append(h)
         remainders.append(abs(float(v @ change) - h * derivative))
-    rate = _rate(steps, remainders, rounding, (size, float(v.abs().sum())))
+    noise = max(NEGLIGIBLE_REMAINDER, math.sqrt(ulp)) if ulp <= torch.finfo(torch.float32).eps else 0.0
+    rate = _rate(steps, remainders, rounding, (size, float(v.abs().sum())), noise)
     return TaylorTest(rate > MIN_RATE, rate, tuple(steps), tuple(remainders), derivative)
 
 
-def _rate(steps: list[float], remainders: list[float], rounding: float, sizes: tuple[float, float]) -> float:
+def _rate(
+    steps: list[float], remainders: list[float], rounding: float, sizes: tuple[float, float], noise: float
+) -> float:
     """The slope of log remainder over log step.
 
-    NaN if fewer than two remainders are finite. If fewer than two of these are larger than rounding, it is infinite, or
-    NaN if a wrong gradient would not leave larger remainders.
+    NaN if fewer than two remainders are finite. Infinite if these are negligible and do not shrink with the step. If
+    fewer than two of them are larger than rounding, it is infinite, or NaN if a wrong gradient would not leave larger
+    remainders.
 
-    sizes: the sums of the moduli of the terms of v^T J u, and of the components of v.
+    sizes: the sums of the moduli of the terms of v^T J u, and of the components of v. noise: like `NEGLIGIBLE_REMAINDER`, for
+    remainders that do not shrink.
     """
     finite = [(h, remainder) for h, remainder in zip(steps, remainders, strict=True) if math.isfinite(remainder)]
     if len(finite) < 2:
@@ -331,11 +341,15 @@ def _rate(steps: list[float], remainders: list[float], rounding: float, sizes: t
     usable = [(math.log2(h), math.log2(remainder)) for h, remainder in finite if remainder > rounding][
         -SMALLEST_REMAINDERS:
     ]
+    terms, weight = sizes
+    largest_step, largest = finite[0][0], max(remainder for _, remainder in finite)
+    at_smaller_steps = max(remainder for _, remainder in finite[len(finite) // 2 :])
+    if largest <= noise * weight * largest_step and at_smaller_steps >= NOISE_SHARE * largest:
+        # Values and derivatives cancel, for example those of the sum of a layer norm: only their rounding remains.
+        return math.inf
     if len(usable) < 2:
-        terms, weight = sizes
-        largest_step = finite[0][0]
         hides_errors = rounding > MAX_HIDDEN * terms * largest_step
-        is_small = max(remainder for _, remainder in finite) <= NEGLIGIBLE_REMAINDER * weight * largest_step
+        is_small = largest <= NEGLIGIBLE_REMAINDER * weight * largest_step
         return math.nan if hides_errors and not is_small else math.inf
     mean_h, mean_r = (sum(values) / len(usable) for values in zip(*usable, strict=True))
     covariance = math.fsum((h - mean_h) * (r - mean_r) for h, r in usable)
