@@ -332,8 +332,8 @@ def _rate(
     fewer than two of them are larger than rounding, it is infinite, or NaN if a wrong gradient would not leave larger
     remainders.
 
-    sizes: the sums of the moduli of the terms of v^T J u, and of the components of v. noise: like `NEGLIGIBLE_REMAINDER`, for
-    remainders that do not shrink.
+    sizes: the sums of the moduli of the terms of v^T J u, and of the components of v. noise: like
+    `NEGLIGIBLE_REMAINDER`, for remainders that do not shrink.
     """
     finite = [(h, remainder) for h, remainder in zip(steps, remainders, strict=True) if math.isfinite(remainder)]
     if len(finite) < 2:
