@@ -35,7 +35,9 @@ class SavedState:
 
     def __init__(self, *values: Any) -> None:
         self._is_recording = torch.is_grad_enabled()
-        self._tensors = [native.KeptTensor.keep(tensor) or _KeptTensor(tensor) for tensor in _tensors_in(values, {})]
+        tensors = _tensors_in(values, {})
+        self._tensors = [native.KeptTensor.keep(tensor) or _KeptTensor(tensor) for tensor in tensors]
+        self._without_grad = [tensor for tensor in tensors if not tensor.requires_grad]
 
     def __enter__(self) -> SavedState:
         return self
@@ -47,6 +49,9 @@ class SavedState:
         """Restores everything; may be called again, for example after an interrupted call."""
         if torch.is_grad_enabled() != self._is_recording:
             torch.set_grad_enabled(self._is_recording)
+        for tensor in self._without_grad:
+            if not tensor.is_leaf and not tensor._is_view():  # func wrote values that require grad
+                tensor.detach_()
         for kept in self._tensors:
             kept.restore()
 

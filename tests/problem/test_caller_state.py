@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -293,3 +294,20 @@ def test_a_check_within_forward_mode_does_not_wait_for_itself() -> None:
     (found,) = in_threads(1, work)
     assert isinstance(found, RuntimeError)
     assert "ested forward mode AD" in str(found)
+
+
+def test_a_tensor_that_func_multiplies_by_one_that_requires_grad_is_left_without_a_graph() -> None:
+    weight, y = (torch.rand(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x = torch.rand(4, dtype=torch.float64)
+    before = x.clone()
+
+    def func(y: Tensor, x: Tensor) -> Tensor:
+        x.mul_(weight)
+        return 2 * y
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fastgrad.gradcheck(func, (y, x))
+    assert torch.equal(x, before)
+    assert x.is_leaf
+    assert not x.requires_grad
