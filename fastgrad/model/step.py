@@ -19,7 +19,7 @@ from fastgrad.core.random import RandomState, generators_of
 from fastgrad.lowprecision.reference import without_autocast
 from fastgrad.lowprecision.references import Doubled
 from fastgrad.lowprecision.rounding import DOUBLE
-from fastgrad.problem.arguments import Buffers
+from fastgrad.problem.arguments import Buffers, Kept, flatten
 from fastgrad.problem.caller_state import SavedState
 
 _CASTS = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16})
@@ -58,7 +58,7 @@ class Step:
         self.evaluations = 0
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._kept = SavedState([*model.parameters(), *model.buffers()], inputs, self._kwargs)
-        self._buffers = Buffers(model)
+        self._buffers, self._written = Buffers(model), _Written(inputs, self._kwargs)
         self._random = _RandomStates([*generators_of(model), *inputs, *self._kwargs.values()])
         self._modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
         self.unscaled = {
@@ -107,6 +107,7 @@ class Step:
                 table.clear()
                 table.update(entries)
         self._buffers.restore(thoroughly=True)
+        self._written.restore()
 
     def inside(self, around: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
         """A context in which each call of the model runs in a context that `around` makes."""
@@ -154,7 +155,7 @@ class Step:
     def in_double(self) -> Iterator[None]:
         """A context in which parameters, buffers, inputs and new tensors have double precision."""
         default = torch.get_default_dtype()
-        before = self._inputs, self._kwargs, self._buffers
+        before = self._inputs, self._kwargs, self._buffers, self._written
         doubled = Doubled(None)
         with ExitStack() as stack:
             stack.callback(torch.set_default_dtype, default)
@@ -165,7 +166,7 @@ class Step:
                         tensor.grad = None
                         tensor.data = data.to(DOUBLE[tensor.dtype])
                 self._inputs, self._kwargs = doubled(self._inputs), doubled(self._kwargs)
-                self._buffers = Buffers(self.model)
+                self._buffers, self._written = Buffers(self.model), _Written(self._inputs, self._kwargs)
                 torch.set_default_dtype(torch.float64)
                 stack.enter_context(without_autocast())
                 stack.enter_context(_InDouble())
@@ -174,7 +175,7 @@ class Step:
                 for tensor, data in originals:
                     tensor.grad = None
                     tensor.data = data
-                self._inputs, self._kwargs, self._buffers = before
+                self._inputs, self._kwargs, self._buffers, self._written = before
 
     @contextmanager
     def moved(self, along: Sequence[Tensor | None], by: float) -> Iterator[None]:
@@ -188,6 +189,28 @@ class Step:
         finally:
             for (parameter, _), values in zip(moving, kept, strict=True):
                 parameter.data.copy_(values)
+
+
+class _Written:
+    """The tensors among the arguments of a model, which are restored before every call if the model writes to them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        found: list[tuple[str, Tensor]] = []
+        flatten(arguments, "", lambda tensor: True, found)
+        self._kept = [Kept(one) for one in {id(one): one for _, one in found}.values() if _is_writable(one)]
+
+    def restore(self) -> None:
+        for kept in self._kept:
+            kept.restore(look=False)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether a model could write to a tensor so that the tensor can be restored."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested or tensor.is_inference())
+    )
 
 
 class _RandomStates(RandomState):

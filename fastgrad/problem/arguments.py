@@ -236,7 +236,7 @@ class Buffers:
     def __init__(self, module: torch.nn.Module) -> None:
         self._slots = [(owner, dict(owner._buffers)) for owner in module.modules() if owner._buffers]
         tensors = {id(tensor): tensor for _, slots in self._slots for tensor in slots.values() if tensor is not None}
-        self._kept = [_Kept(tensor) for tensor in tensors.values() if not tensor.is_meta]
+        self._kept = [Kept(tensor) for tensor in tensors.values() if not tensor.is_meta]
         self._calls = 0
 
     def restore(self, thoroughly: bool = False) -> None:
@@ -250,7 +250,9 @@ class Buffers:
         self._calls += 1
 
 
-class _Kept:
+class Kept:
+    """A tensor with its values, which are restored if its version counter has increased."""
+
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._values = tensor.detach().clone()
@@ -263,8 +265,8 @@ class _Kept:
         if look and not self._unversioned:
             self._unversioned = tensor.layout is not torch.strided or not torch.equal(tensor.detach(), self._values)
         if self._unversioned or torch_private.version_of(tensor) != self._version:
-            if self._is_leaf and not tensor.is_leaf:
-                tensor.detach_()  # the buffer was updated with a tensor that requires grad
+            if self._is_leaf and not tensor.is_leaf and not tensor._is_view():
+                tensor.detach_()  # it was updated with a tensor that requires grad
             # Writes through .data do not increase the version counter, which thus counts only the module's own writes.
             tensor.data.copy_(self._values)
             self._version = torch_private.version_of(tensor)

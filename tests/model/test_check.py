@@ -973,3 +973,25 @@ def test_the_size_of_errors_that_an_inaccurate_loss_hides_is_stated() -> None:
     report = check_model(nn.Linear(4, 4), torch.randn(8, 4), lambda y: y.mean() * 1e-9 + 1e3)
     assert report.end_to_end.verdict == "undecided", str(report)
     assert "would not be found" in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("factor", ["number", "parameter"])
+def test_inputs_that_a_model_modifies_are_the_same_in_every_call(factor: str, dtype: torch.dtype) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.linear = nn.Parameter(torch.rand(6)), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(1.1 if factor == "number" else self.weight)
+            return self.linear(x)
+
+    torch.manual_seed(0)
+    x = torch.randn(10, 6, dtype=dtype)
+    before = x.clone()
+    report = fastgrad.check_model(Scaled().to(dtype), x, lambda y: y.square().mean())
+    assert report.verdict == "passed"
+    assert torch.equal(x, before)
+    assert x.is_leaf
+    assert not x.requires_grad
