@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from fastgrad.core.errors import raise_if_transient, unless_rejected
 from fastgrad.core.precision import ROUNDING, last_digit, spacing
 from fastgrad.core.tensors import near, ones_at
+from fastgrad.engines.bends import KINK_SHARE, kink
 from fastgrad.problem.coordinates import block_with, per_coordinate
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Tolerances
@@ -51,10 +52,6 @@ share of their distance to the refined slope."""
 
 WIDER = 64.0
 """func must be a straight line for steps up to this many times eps, otherwise its slope at eps does not count."""
-
-KINK_SHARE = 1 / 2
-"""Largest change of slope at a kink, relative to the distance of the slope at eps from that of small steps. A kink that
-explains this distance changes the slope by at least 1.3 times as much."""
 
 ROUNDED = 2.0**-6
 """The largest rounding inside func, relative to its change at eps. With larger rounding, the rounded function is
@@ -411,13 +408,11 @@ def _is_rounded(one: Measured, values: Tensor, errors: Tensor, allowed: Tensor) 
 
 
 def _kinks(one: Measured, used: Tensor) -> Tensor:
-    """The largest change of slope by a kink near x that the bends at some steps show: float64, shape (entries,).
+    """The sum of the changes of slope by kinks near x that pairs of steps show: float64, shape (entries,).
 
-    At a kink, bends are proportional to the step; if func is smooth, to its square. Two steps show the former part. It
-    is infinite if fewer than two consecutive steps are used. used: a mask of shape (steps, entries).
+    It is infinite if fewer than two consecutive steps are used. used: a mask of shape (steps, entries).
     """
-    square = one.ratio**2
-    change = (square * one.bends[1:] - one.bends[:-1]).abs() / ((square - one.ratio) * one.steps[1:])
+    change = kink(one.bends[:-1], one.bends[1:], one.ratio, one.steps[1:])
     both = used[1:] & used[:-1]
     return torch.where(both.any(0), torch.where(both, change, 0.0).sum(0), torch.inf)
 

@@ -20,6 +20,7 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess, last_digit
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.core.tensors import largest, near
+from fastgrad.engines.bends import KINK_SHARE, kink
 from fastgrad.engines.grad_output_kinds import CONSTANT, DENSE, EXPANDED, HALVED, NON_CONTIGUOUS, SPARSE, GradOutputKind
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
@@ -319,25 +320,21 @@ def _absorbed_rows(
 
 
 def _are_smooth(problem: Problem, settings: Settings, directions: Tensor, rows: Tensor) -> Tensor:
-    """Whether no kinks near x explain the slopes of outputs that are constant at small steps: bool, shape (rows,).
-
-    At kinks, the bends f(x + h) - 2 f(x) + f(x - h) are proportional to h, and nearly twice as large as h times the
-    slope; if func is smooth, they are proportional to the square of h. Two steps show the former part.
-    """
+    """Whether no kinks near x explain the slopes of outputs that are constant at small steps: bool, shape (rows,)."""
     base, (wide, narrow) = problem.base()[rows], SMOOTH_STEPS
-    ratio = wide / narrow
     found = torch.zeros(3, len(directions), rows.numel(), dtype=torch.float64, device=base.device)
-    for vector, (slope, apart, kink) in zip(directions, found.unbind(1), strict=True):
+    for vector, (slope, apart, change) in zip(directions, found.unbind(1), strict=True):
         steps = (problem.both_sides(vector, factor * settings.eps) for factor in (wide, narrow))
         for (plus, minus, large), (above, below, small) in zip(*steps, strict=True):
             own = (above - below)[rows] / (2 * small)
             slope += own
             apart += own - (plus - minus)[rows] / (2 * large)
-            bend, wider = (above + below)[rows] - 2 * base, (plus + minus)[rows] - 2 * base
-            kink += (ratio**2 * bend - wider).abs() / ((ratio**2 - ratio) * small)
+            outer = (plus[rows] - base) + (minus[rows] - base)
+            inner = (above[rows] - base) + (below[rows] - base)
+            change += kink(outer, inner, wide / narrow, small)
     # The norms over all directions, because in one of them the bends of several kinks may cancel.
-    slopes, apart, kinks = torch.linalg.vector_norm(found, dim=1)
-    smooth: Tensor = (slopes > settings.atol / 4) & (apart <= slopes / 4) & (kinks <= slopes / 2)
+    slopes, apart, changes = torch.linalg.vector_norm(found, dim=1)
+    smooth: Tensor = (slopes > settings.atol / 4) & (apart <= slopes / 4) & (changes <= KINK_SHARE * slopes)
     return smooth
 
 
