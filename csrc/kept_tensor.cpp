@@ -38,6 +38,9 @@ KeptTensor::KeptTensor(at::Tensor tensor)
 
 void KeptTensor::restore() {
   bool changed = false;
+  if (!requires_grad_ && !tensor_.is_leaf() && !tensor_.is_view()) {
+    tensor_.detach_();  // func wrote values that require grad
+  }
   if (!tensor_.storage().is_alias_of(alias_.storage()) || tensor_.storage_offset() != alias_.storage_offset() ||
       tensor_.sizes() != alias_.sizes() || tensor_.strides() != alias_.strides() ||
       tensor_.scalar_type() != alias_.scalar_type()) {

@@ -67,6 +67,12 @@ def renew_weight_lists(module: torch.nn.Module) -> None:
         module._init_flat_weights()
 
 
+def drop_graph_(tensor: Tensor) -> None:
+    """Makes a leaf again of a tensor into which values that require grad were written; torch cannot do so for views."""
+    if not tensor.is_leaf and not tensor._is_view():
+        tensor.detach_()
+
+
 def version_of(tensor: Tensor) -> int:
     """The number of writes to a tensor so far; zero for inference tensors, which do not count writes."""
     return 0 if tensor.is_inference() else tensor._version

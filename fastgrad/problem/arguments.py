@@ -265,8 +265,8 @@ class Kept:
         if look and not self._unversioned:
             self._unversioned = tensor.layout is not torch.strided or not torch.equal(tensor.detach(), self._values)
         if self._unversioned or torch_private.version_of(tensor) != self._version:
-            if self._is_leaf and not tensor.is_leaf and not tensor._is_view():
-                tensor.detach_()  # it was updated with a tensor that requires grad
+            if self._is_leaf:
+                torch_private.drop_graph_(tensor)
             # Writes through .data do not increase the version counter, which thus counts only the module's own writes.
             tensor.data.copy_(self._values)
             self._version = torch_private.version_of(tensor)

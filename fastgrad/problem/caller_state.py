@@ -35,9 +35,7 @@ class SavedState:
 
     def __init__(self, *values: Any) -> None:
         self._is_recording = torch.is_grad_enabled()
-        tensors = _tensors_in(values, {})
-        self._tensors = [native.KeptTensor.keep(tensor) or _KeptTensor(tensor) for tensor in tensors]
-        self._without_grad = [tensor for tensor in tensors if not tensor.requires_grad]
+        self._tensors = [native.KeptTensor.keep(tensor) or _KeptTensor(tensor) for tensor in _tensors_in(values, {})]
 
     def __enter__(self) -> SavedState:
         return self
@@ -49,9 +47,6 @@ class SavedState:
         """Restores everything; may be called again, for example after an interrupted call."""
         if torch.is_grad_enabled() != self._is_recording:
             torch.set_grad_enabled(self._is_recording)
-        for tensor in self._without_grad:
-            if not tensor.is_leaf and not tensor._is_view():  # func wrote values that require grad
-                tensor.detach_()
         for kept in self._tensors:
             kept.restore()
 
@@ -119,6 +114,8 @@ class _KeptTensor:
 
     def restore(self) -> None:
         tensor = self._tensor
+        if not self._requires_grad:
+            torch_private.drop_graph_(tensor)
         if self._alias is not None and self._place is not None and _place(tensor) != self._place:
             tensor.data = self._alias
         if self._memory is not None and self._bits is not None:
