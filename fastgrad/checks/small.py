@@ -7,29 +7,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fastgrad.checks.one_block import jacobian, product_at_hand, runs_single_rows, same_afterwards, whole_backward
-from fastgrad.checks.small_forward import batched_tangents_agree, columns_agree, products_agree
+from fastgrad.checks.one_block import runs_single_rows
+from fastgrad.checks.small_calls import earlier_vjps_repeat, first_outputs_repeat
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.checks.small_sums import (
-    changing_steps_repeat,
-    earlier_vjps_repeat,
-    first_outputs_repeat,
-    noise_repeats,
-    numerical_columns,
-    outputs_of,
-    outputs_repeat,
-    sums_agree,
-    undecided_calls_repeat,
-)
+from fastgrad.checks.small_rows import rows_agree
 from fastgrad.core.errors import as_raised
 from fastgrad.core.memory import OUT_OF_MEMORY, lacks_again
-from fastgrad.core.native import SmallProblem, WholeBackward
-from fastgrad.core.phases import phase, stopwatch
+from fastgrad.core.native import SmallProblem
+from fastgrad.core.phases import stopwatch
 from fastgrad.core.precision import RELATIVE_STEP, ROUNDING
 from fastgrad.engines.plan import (
-    compares_undecided_entries,
     is_one_block,
     sketches,
     small_pattern_pays,
@@ -41,7 +29,6 @@ from fastgrad.problem.second_order import Backward
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.grad_outputs import batched_failure
-from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 _Agree = Callable[[SmallCheck], bool]
 
@@ -108,7 +95,7 @@ def _values_pass(check: SmallCheck) -> bool:
     """Whether derivatives and differences agree, in sums or entry by entry; if not, the complete check decides."""
     problem, settings = check.problem, check.settings
     if sketches(problem, settings):
-        return sums_fit(problem, settings) and _modes_agree(check, sums_agree, products_agree)
+        return sums_fit(problem, settings) and _sums_agree(check) and _tangents_agree(check)
     pattern = None
     if small_pattern_pays(problem, 1, 1):
         from fastgrad.checks.small_pattern import entries_agree, guessed_pattern  # here to keep `import fastgrad` fast
@@ -120,32 +107,24 @@ def _values_pass(check: SmallCheck) -> bool:
         return False
     if settings.check_backward_ad and problem.is_custom and not runs_single_rows(problem):
         return False
-    agree = _modes_agree(check, _rows_agree, columns_agree)
+    agree = (not settings.check_backward_ad or rows_agree(check)) and _tangents_agree(check)
     return agree and (pattern is None or earlier_vjps_repeat(check, 0))
 
 
-def _modes_agree(check: SmallCheck, backward_agrees: _Agree, forward_agrees: _Agree) -> bool:
-    if check.settings.check_backward_ad and not backward_agrees(check):
-        return check.undecided_sums is not None and _undecided_rows_agree(check)
-    return not check.settings.check_forward_ad or forward_agrees(check)
+def _sums_agree(check: SmallCheck) -> bool:
+    if not check.settings.check_backward_ad:
+        return True
+    from fastgrad.checks.small_sums import sums_or_rows_agree  # here to keep `import fastgrad` fast
+
+    return sums_or_rows_agree(check)
 
 
-def _undecided_rows_agree(check: SmallCheck) -> bool:
-    """Compares all entries after sums decided nothing, if this takes no more calls than sums at other steps.
+def _tangents_agree(check: SmallCheck) -> bool:
+    if not check.settings.check_forward_ad:
+        return True
+    from fastgrad.checks.small_forward import columns_agree, products_agree  # here to keep `import fastgrad` fast
 
-    Returns whether they agree; if not, the complete check decides. If entries are not compared, differences that
-    changed between steps are repeated here, because the complete check does not use them: func may have returned other
-    values once.
-    """
-    problem, outputs = check.problem, outputs_of(check)
-    if problem.is_custom or not compares_undecided_entries(problem, check.settings):
-        if noise_repeats(check):
-            changing_steps_repeat(check, last_agrees=False)
-        return False
-    if _rows_agree(check):
-        return undecided_calls_repeat(check, outputs)
-    noise_repeats(check)
-    return False
+    return (products_agree if sketches(check.problem, check.settings) else columns_agree)(check)
 
 
 def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
@@ -155,8 +134,11 @@ def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
     by the address or identity of grad_output fails this.
     """
     problem, settings = check.problem, check.settings
-    if settings.check_batched_forward_grad and not batched_tangents_agree(check):
-        return False
+    if settings.check_batched_forward_grad:
+        from fastgrad.checks.small_forward import batched_tangents_agree  # here to keep `import fastgrad` fast
+
+        if not batched_tangents_agree(check):
+            return False
     if settings.check_backward_ad and settings.check_batched_grad:
         again = SmallBackward(problem, check.vjps)
         check.batched, check.vjps = batched_failure(problem.graph, again, settings), again.vjps
@@ -171,64 +153,3 @@ def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
     if not settings.nondet_tol and negates():  # func or its backward returned other values the first time
         check.irreproducible.append("with negated grad_outputs")
     return False
-
-
-def _rows_agree(check: SmallCheck) -> bool:
-    """Compares all entries by reverse mode; returns whether they agree, so that no complete check is needed.
-
-    Without custom code, the VJPs run on the first graph after the differences have called func, as in torch's checker.
-    """
-    problem, outputs = check.problem, outputs_of(check)
-    columns = None if problem.is_custom else numerical_columns(check)
-    check.backward = check.noted(partial(whole_backward, problem, check.settings, problem.working_seconds))
-    if check.backward is None:
-        return False
-    check.vjps += check.backward.vjps
-    if problem.is_custom:
-        columns = numerical_columns(check)
-    if columns is not None:
-        check.errors = _errors(problem, check.settings, check.backward, columns)
-    if check.errors is None or not check.noted(partial(_same_afterwards, check)):
-        return False
-    return outputs_repeat(check, outputs)
-
-
-@phase("repeated calls")
-def _same_afterwards(check: SmallCheck) -> bool:
-    """Whether gradients are the same on a graph recorded after the differences; for custom code, also on the first."""
-    problem, backward = check.problem, check.backward
-    assert backward is not None
-    if problem.is_custom:
-        return _rows_repeat(check, backward)
-    if not problem.record_again():
-        check.vjp_varies = True
-        return False
-    at_hand = product_at_hand(problem, check.settings, backward)
-    check.vjps += 1
-    if problem.repeats(*at_hand):
-        return True
-    # Some bits differ. If the gradients agree within the tolerances, the complete check uses them.
-    again = SmallBackward(problem, check.vjps)
-    if not same_afterwards(again, check.settings, *at_hand):
-        check.vjp_varies, check.backward = True, None
-    check.vjps = again.vjps
-    return False
-
-
-def _rows_repeat(check: SmallCheck, backward: WholeBackward) -> bool:
-    again = SmallBackward(check.problem, check.vjps)
-    calls = RepeatedCalls(again, check.settings)
-    calls.take(jacobian(again, backward), backward.products)
-    # The differences have called func since the first graph was recorded.
-    moves_there = calls.older_graph_failure() is not None
-    check.vjp_varies = moves_there or not check.problem.record_again() or calls.failure() is not None
-    check.vjps = again.vjps
-    check.certificates += calls.certificates()
-    return not check.vjp_varies
-
-
-@phase("comparison")
-def _errors(
-    problem: SmallProblem, settings: Settings, backward: WholeBackward, columns: Tensor
-) -> list[list[tuple[float, float]]] | None:
-    return problem.errors(backward, columns, settings.atol, settings.rtol, settings.check_grad_dtypes)

@@ -7,14 +7,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from fastgrad.checks.small_calls import numerical_columns
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.checks.small_sums import (
-    changing_steps_repeat,
-    differences_by_step,
-    noise_repeats,
-    numerical_columns,
-    sum_threshold,
-)
+from fastgrad.checks.small_steps import changing_steps_repeat, differences_by_step, noise_repeats, sum_threshold
 from fastgrad.core import native, torch_private
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Derivatives

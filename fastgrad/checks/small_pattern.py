@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgrad.checks.small_calls import add_products
 from fastgrad.checks.small_result import SmallCheck, SmallPattern
-from fastgrad.checks.small_sums import add_products, rounding_of_differences, steps_repeat, sums_agree
+from fastgrad.checks.small_steps import rounding_of_differences, steps_repeat
+from fastgrad.checks.small_sums import sums_agree
 from fastgrad.core import native
 from fastgrad.core.errors import unless_rejected
 from fastgrad.core.native import Layout, flattened, largest_errors

@@ -3,54 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from fastgrad.checks.small_calls import (
+    add_products,
+    earlier_vjps_repeat,
+    first_outputs_repeat,
+    outputs_of,
+    outputs_repeat,
+    vjps_of,
+)
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.core.errors import raise_if_transient
-from fastgrad.core.native import Derivatives, Layout, RandomDirections, flattened, largest_residuals
+from fastgrad.checks.small_rows import rows_agree
+from fastgrad.checks.small_steps import (
+    SMALLER_STEP,
+    changing_steps_repeat,
+    differences_by_step,
+    noise_repeats,
+    steps_repeat,
+    sum_threshold,
+)
+from fastgrad.core.native import Derivatives, Layout, largest_residuals
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.random import SKETCH_DIRECTIONS
-from fastgrad.core.tensors import differ, largest, largest_finite, near
+from fastgrad.core.tensors import differ, largest_finite, near
 from fastgrad.engines.blocks import REPEAT_SCALE
 from fastgrad.engines.grad_output_kinds import CONSTANT
-from fastgrad.engines.plan import sketch_size
-from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_vary, func_varies, parts_of_directions, weights
+from fastgrad.engines.plan import compares_undecided_entries, sketch_size
+from fastgrad.engines.sketch import NOISE_SHARE
 from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screening_grad_outputs, weighted_grad_outputs
-from fastgrad.problem.first_look import values_vary
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.linearity import one_sign_failure
 from fastgrad.verdict.repeated_calls import first_varying, repeated_calls_certificate
-from fastgrad.verdict.repeated_rows import ALONG_DIRECTION, allowed_movement
-
-SMALLER_STEP = 1 / 8
-"""If curvature dominates the noise, sums are compared again with the step multiplied by this factor. Errors from
-curvature are proportional to the square of the step, so they become 64 times smaller."""
-
-LARGEST_FACTOR = 64
-"""Largest factor of the second step if rounding dominates the noise. Errors from rounding are proportional to the
-inverse of the step."""
-
-CURVATURE_RATIO = 64.0
-"""Largest ratio that is attributed to curvature: the error of a central difference, times the derivative, divided by
-the square of the error of a one-sided difference. It is 2/3 for exp and 1 for 1/x, for any step. Noise with a larger
-ratio is attributed to rounding."""
-
-MAX_COMPARED_STEPS = 2
-"""Largest number of steps at which sums are compared. There is one more if the noise is proportional to the step."""
-
-PROPORTIONAL = 4.0, 16.0
-"""Limits of the ratio of the noise at a step to that at the next one, SMALLER_STEP times as large, if the noise is
-proportional to the step: the ratio is 8. The second derivative may jump, for example where a square is clamped at 0."""
-
-NOISE_MARGIN = 4.0
-"""Factor of the noise, which is measured only along the first direction: along others, it may be this much larger."""
+from fastgrad.verdict.repeated_rows import allowed_movement
 
 EXPANDED_MARGIN = 256.0
 """Factor of the noise by which the sum for an expanded grad_output may be off if its VJP is that of a contiguous one.
@@ -58,15 +49,26 @@ All its components are equal, so the errors of many outputs may add up; and erro
 up to 27 along other directions."""
 
 
-@phase("numerical columns")
-def numerical_columns(check: SmallCheck) -> Tensor | None:
-    """Measures the numerical Jacobian: float64, shape (n, m); notes outputs of another kind, and then returns None."""
-    found = check.problem.difference_columns(check.settings.eps)
-    if isinstance(found, tuple):
-        check.changed = found
-        return None
-    check.columns = found
-    return found
+def sums_or_rows_agree(check: SmallCheck) -> bool:
+    """Compares sums or, if they decide nothing and this takes fewer calls than sums at other steps, all entries.
+
+    Returns whether they agree; if not, the complete check decides. If entries are not compared, differences that
+    changed between steps are repeated here, because the complete check does not use them: func may have returned other
+    values once.
+    """
+    if sums_agree(check):
+        return True
+    if check.undecided_sums is None:
+        return False
+    problem, outputs = check.problem, outputs_of(check)
+    if problem.is_custom or not compares_undecided_entries(problem, check.settings):
+        if noise_repeats(check):
+            changing_steps_repeat(check, last_agrees=False)
+        return False
+    if rows_agree(check):
+        return _undecided_calls_repeat(check, outputs)
+    noise_repeats(check)
+    return False
 
 
 def sums_agree(check: SmallCheck, weighted: bool = True) -> bool:
@@ -147,31 +149,7 @@ def _plain(check: SmallCheck) -> ScreeningGradOutputs:
     return _grad_outputs(check, torch.empty(0))
 
 
-def outputs_of(check: SmallCheck) -> Tensor:
-    """The outputs of the current graph: float64, shape (m,)."""
-    return flattened([output.detach() for output in check.problem.graph.outputs]).clone()
-
-
-def first_outputs_repeat(check: SmallCheck) -> bool:
-    """Whether the current graph has the outputs of the first one; only those of a backward are kept.
-
-    The outputs of a graph are not used otherwise: differences are those of other evaluations.
-    """
-    excused = check.problem.records_differences or check.settings.nondet_tol
-    return bool(excused) or outputs_repeat(check, check.problem.base())
-
-
-def outputs_repeat(check: SmallCheck, before: Tensor) -> bool:
-    """Whether the current graph has the outputs of an older one: float64, shape (m,)."""
-    outputs = outputs_of(check)
-    before = before.to(outputs.device)
-    if torch.equal(outputs, before) or not values_vary(check.problem, check.settings, outputs, before):
-        return True
-    check.irreproducible.append("at the inputs")
-    return False
-
-
-def undecided_calls_repeat(check: SmallCheck, outputs: Tensor) -> bool:
+def _undecided_calls_repeat(check: SmallCheck, outputs: Tensor) -> bool:
     """Whether the calls of undecided sums give the same results again. They are repeated after all entries agreed.
 
     outputs: those of the graph on which the sums depend. The entries have been compared on a later graph.
@@ -184,187 +162,11 @@ def undecided_calls_repeat(check: SmallCheck, outputs: Tensor) -> bool:
     return repeated is not None and _same_as_early(check, plain, repeated, check.undecided_sums)
 
 
-def changing_steps_repeat(check: SmallCheck, last_agrees: bool) -> bool:
-    """Whether differences that change from one step to the other are the same when they are repeated.
-
-    If they are not, func returned other values once, which the complete check would not detect.
-
-    last_agrees: whether the differences of the last step agree with VJPs, and need not be repeated.
-    """
-    *earlier, last = check.steps
-    final = last[2].derivatives
-    changing = [
-        (step, budget, before)
-        for step, budget, before in earlier
-        if derivatives_vary(
-            check.settings, before.derivatives, final[: len(before.derivatives)], rounding_of_differences(check, step)
-        )
-    ]
-    return steps_repeat(check, changing if last_agrees or not changing else [*changing, last])
-
-
-def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivatives]]) -> bool:
-    """Whether the differences of some steps are the same when they are repeated; notes if they are not."""
-    for step, budget, before in steps:
-        again = _differences(check, step, budget, before.measures_noise)
-        rounding = rounding_of_differences(check, step)
-        # The result is None if func now raises or returns outputs of another kind.
-        if again is None or any(
-            derivatives_vary(check.settings, *pair, rounding)
-            for pair in ((again.derivatives, before.derivatives), (again.noise, before.noise))
-        ):
-            check.irreproducible.append(ALONG_DIRECTION)
-            return False
-    return True
-
-
-def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor, float]]:
-    """Yields directional derivatives at eps, then at one or two other steps, with the result of `_weight` for them.
-
-    At eps, they are yielded first without measuring rounding inside func, if two evaluations show no noise, then with
-    it. A step at which the noise is too large is not yielded, but kept in `check.steps` like the others; if the first
-    direction shows that curvature is the reason, the other directions are left out.
-    """
-    settings = check.settings
-    step, budget, count, known = 1.0, settings.atol / (2 * NOISE_SHARE), 0, None
-    while count < MAX_COMPARED_STEPS or (count == MAX_COMPARED_STEPS and _noise_is_proportional(check)):
-        differences = _differences(check, step, budget, measure_noise=count > 0, known=known)
-        if differences is None:
-            return
-        if known is not None and torch.equal(known.derivatives, differences.derivatives):
-            check.steps.pop()
-        check.steps.append((step, budget, differences))
-        known = None if differences.measures_noise else differences
-        count += differences.measures_noise
-        weighed = _weight(check, differences, 1.0)
-        if weighed is not None and differences.is_complete:
-            yield differences, *weighed
-            if known is not None:
-                continue
-        factor = _step_factor(check, differences)
-        if factor is None:
-            return
-        step, budget = factor * differences.step / settings.eps, 0.0
-
-
-def _noise_is_proportional(check: SmallCheck) -> bool:
-    """Whether the noise of the last step hides errors, but is smaller than before in proportion to the step."""
-    (*_, before), (*_, last) = check.steps[-2:]
-    low, high = (float(last.noise.norm()) * ratio for ratio in PROPORTIONAL)
-    falls = last.step < before.step and low <= float(before.noise.norm()) <= high
-    return falls and _weight(check, last, 1.0) is None
-
-
-def noise_repeats(check: SmallCheck) -> bool:
-    """Whether noise that no other step reduces enough is that of func; notes if func returned other values once."""
-    for step, budget, differences in check.steps[-1:]:
-        if _step_factor(check, differences) is None and _noise_varies(check, step, budget, differences):
-            check.irreproducible.append(ALONG_DIRECTION)
-    return not check.irreproducible
-
-
-def _step_factor(check: SmallCheck, differences: Derivatives) -> float | None:
-    """The factor from a step to one at which the noise, from curvature or rounding, is probably small enough.
-
-    None if neither is the reason for the noise: this may be a kink, or a func that returns other values for the same
-    inputs.
-    """
-    if _weight(check, differences, 1.0) is not None:
-        return SMALLER_STEP  # the sums do not agree: another direction may be curved more
-    if _weight(check, differences, SMALLER_STEP**2) is None:
-        return None
-    noise = float(torch.linalg.vector_norm(differences.noise))
-    derivative = float(torch.linalg.vector_norm(differences.derivatives[0]))
-    if not noise * derivative > CURVATURE_RATIO * differences.curvature**2:
-        return SMALLER_STEP
-    factor = 2.0
-    while factor < LARGEST_FACTOR and noise * NOISE_MARGIN * NOISE_SHARE > factor * check.settings.atol:
-        factor *= 2
-    return factor
-
-
-def rounding_of_differences(check: SmallCheck, step: float) -> float:
-    """The error of differences at `step` times eps, if rounding changes the largest output by two unit roundoffs."""
-    size = max((largest(output.detach()) for output in check.problem.graph.outputs), default=0.0)
-    return 2 * check.problem.unit_roundoff * size / (check.settings.eps * step)
-
-
-def _noise_varies(check: SmallCheck, step: float, budget: float, differences: Derivatives) -> bool:
-    """Like `func_varies`, for differences at a step."""
-    return func_varies(
-        check.settings,
-        rounding_of_differences(check, step),
-        differences,
-        partial(_differences, check, step, budget, differences.measures_noise),
-        is_quiet=lambda again: _weight(check, again, 1.0) is not None,
-        values_move=partial(_values_vary, check),
-    )
-
-
-def _values_vary(check: SmallCheck) -> bool:
-    before = outputs_of(check)
-    return not check.problem.record_again() or values_vary(check.problem, check.settings, outputs_of(check), before)
-
-
 @phase("backward")
 def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
     """VJPs, shape (1 or 2, n): of a multiple of a dense grad_output and, for custom code, of a one-hot one."""
     check.vjps += len(plain.early_only)
     return check.problem.vjps(plain.early, [Layout.CONTIGUOUS] * len(plain.early_only), plain.early_only)[0]
-
-
-@phase("directional differences")
-def _differences(
-    check: SmallCheck,
-    step: float,
-    budget: float,
-    measure_noise: bool,
-    count: int | None = None,
-    known: Derivatives | None = None,
-) -> Derivatives | None:
-    """Derivatives along directions, with few evaluations; None if func raises for the steps or returns something else.
-
-    step: relative to eps. budget: the largest 2-norm of noise with which one-sided differences are taken; 0: only
-    central differences. measure_noise: whether to measure rounding inside func even if two evaluations show none.
-    count: number of directions; None: that of a sketch. known: derivatives at this step, for which only the noise
-    remains to be measured.
-    """
-    settings, count = check.settings, count or sketch_size(check.settings.confidence)
-    parts = parts_of_directions(count, len(check.problem.inputs), check.is_custom)
-    streams = [SKETCH_DIRECTIONS + 16 * min(k, count - 1) for k in range(len(parts))]
-    along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step), parts)
-    evaluate = partial(check.problem.screening_derivatives, along, KINK, budget, measure_noise, known)
-    try:
-        found = evaluate()
-    except Exception as error:
-        raise_if_transient(error, evaluate)
-        return None  # the complete check decides what this means
-    if isinstance(found, tuple):
-        check.changed = found
-        return None
-    return found
-
-
-def _weight(check: SmallCheck, differences: Derivatives, share: float) -> tuple[Tensor, float] | None:
-    """The weight of each output, shape (m,), empty if all are 1; and the size of an entry's error that sums show.
-
-    None if noise may hide errors beyond the tolerance.
-
-    share: the share of the noise that counts.
-    """
-    settings = check.settings
-    norm, size = differences.sizes or (math.inf, math.inf)
-    rounding = ROUNDING * check.problem.unit_roundoff * size * check.problem.m**0.5
-    if not rounding <= settings.atol / (4 * NOISE_SHARE):
-        return None
-    if norm * share <= settings.atol / NOISE_SHARE:
-        return torch.empty(0), settings.atol
-    noise = differences.noise * (share * NOISE_MARGIN)
-    weight = weights(noise, norm * share * NOISE_MARGIN, settings.atol, torch.ones_like(noise, dtype=torch.bool))
-    hidden = settings.atol / weight
-    if not bool((hidden <= settings.atol + settings.rtol * differences.derivatives.abs().amax(0)).all()):
-        return None
-    return weight, float(hidden.amax())
 
 
 @phase("repeated calls")
@@ -377,7 +179,7 @@ def _run_after_differences(check: SmallCheck, plain: ScreeningGradOutputs, early
     settings = check.settings
     order = [1, 0]
     known, cotangents = early[order], plain.early[order]
-    again = _vjps(check, cotangents, [plain.early_only[row] for row in order])
+    again = vjps_of(check, cotangents, [plain.early_only[row] for row in order])
     allowed = settings.atol + settings.nondet_tol * float(cotangents.abs().sum(1).amax())
     check.vjp_varies = not bool(torch.isclose(again, known, settings.rtol, allowed, equal_nan=True).all())
     return again
@@ -406,7 +208,7 @@ def _all_vjps(
         return None
     unweighted, product = plain.vectors[REPEATED : REPEATED + 1], gradients[REPEATED : REPEATED + 1]
     if made is not plain:
-        product = _vjps(check, unweighted)
+        product = vjps_of(check, unweighted)
     again = product * REPEAT_SCALE
     if problem.is_custom:
         again = torch.cat([again, gradients[made.again : made.again + 1]])
@@ -432,38 +234,6 @@ def _all_vjps(
     return gradients
 
 
-def _vjps(check: SmallCheck, cotangents: Tensor, only: Sequence[int] = (-1,)) -> Tensor:
-    """VJPs of contiguous cotangents: float64, shape (count, n); only: as in `Problem.vjps_of`."""
-    gradients, _ = check.problem.vjps(cotangents, [Layout.CONTIGUOUS] * len(only), only)
-    check.vjps += len(only)
-    return gradients
-
-
-def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
-    """Adds cotangents and their VJPs to those whose sum is checked by one later VJP."""
-    if check.products is None:
-        check.products = vectors, gradients
-    else:
-        check.products = torch.cat([check.products[0], vectors]), torch.cat([check.products[1], gradients])
-
-
-@phase("repeated calls")
-def earlier_vjps_repeat(check: SmallCheck, last: int) -> bool:
-    """Whether VJPs that decided nothing add up to the VJP of the sum of their cotangents.
-
-    last: number of rows at the end that are left out, because they led to a decision.
-    """
-    settings = check.settings
-    assert check.products is not None
-    cotangents, gradients = (rows[: rows.shape[0] - last] for rows in check.products)
-    if cotangents.shape[0]:
-        total = cotangents.sum(0, keepdim=True)
-        again = _vjps(check, total)
-        allowed = settings.atol + settings.rtol * gradients.abs().amax(0) + allowed_movement(settings, total)
-        check.vjp_varies = not bool(near(again, gradients.sum(0), allowed).all())
-    return not check.vjp_varies
-
-
 def _same_as_early(check: SmallCheck, plain: ScreeningGradOutputs, again: Tensor, early: Tensor) -> bool:
     """Whether VJPs equal the early ones of the first graph; notes if they have changed."""
     settings = check.settings
@@ -477,19 +247,11 @@ def _same_as_early(check: SmallCheck, plain: ScreeningGradOutputs, again: Tensor
     allowed = max(4 * settings.atol, rounding) + settings.nondet_tol * sums[0]
     if differ(again[:1], early[:1], allowed, False):
         # Repeated at the same scale as the first time.
-        check.vjp_varies = differ(_vjps(check, plain.early[:1]), early[:1], allowed, False)
+        check.vjp_varies = differ(vjps_of(check, plain.early[:1]), early[:1], allowed, False)
     if problem.is_custom:
         close = torch.isclose(again[1], early[1], settings.rtol, settings.atol + settings.nondet_tol, equal_nan=True)
         check.vjp_varies = check.vjp_varies or not bool(close.all())
     return False
-
-
-def sum_threshold(settings: Settings, differences: Derivatives) -> float:
-    """The largest difference between sums that agree.
-
-    An error of size atol contributes at least atol / 4. If noise was not measured, it must be smaller than the rest.
-    """
-    return settings.atol / (4 if differences.measures_noise else 8)
 
 
 def _early_agrees(settings: Settings, differences: Derivatives, plain: ScreeningGradOutputs, early: Tensor) -> bool:
@@ -519,7 +281,7 @@ def _agree(
 
 def _same_if_contiguous(check: SmallCheck, vector: Tensor, gradient: Tensor) -> bool:
     """Whether a VJP equals that of a contiguous cotangent with the same values."""
-    again = _vjps(check, vector[None])
+    again = vjps_of(check, vector[None])
     allowed = check.settings.atol + check.settings.rtol * gradient.abs()
     same = near(again[0], gradient, allowed + allowed_movement(check.settings, vector))
     if not bool(same.all()):

@@ -18,7 +18,8 @@ _CALLS_FUNC = tuple(
         *("problem/", "functional/", "tools/", "testing/", "distributed/", "variants/", "lowprecision/", "model/"),
         *("core/plain/", "core/native.py", "core/errors.py"),
         *("core/torch_private.py", "engines/vmapped.py", "engines/cuda_graph.py", "verdict/grad_outputs.py"),
-        *("checks/one_block.py", "checks/small.py", "checks/small_forward.py", "checks/small_sums.py"),
+        "checks/one_block.py",
+        "checks/small",
     )
 )
 """Files that call func or backward, or define such functions. If func or backward is a builtin that raises, the

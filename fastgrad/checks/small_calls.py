@@ -1,0 +1,82 @@
+"""Calls that all small checks make: evaluations, columns and VJPs, and their repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastgrad.checks.small_result import SmallCheck
+from fastgrad.core.native import Layout, flattened
+from fastgrad.core.phases import phase
+from fastgrad.core.tensors import near
+from fastgrad.problem.first_look import values_vary
+from fastgrad.verdict.repeated_rows import allowed_movement
+
+
+@phase("numerical columns")
+def numerical_columns(check: SmallCheck) -> Tensor | None:
+    """Measures the numerical Jacobian: float64, shape (n, m); notes outputs of another kind, and then returns None."""
+    found = check.problem.difference_columns(check.settings.eps)
+    if isinstance(found, tuple):
+        check.changed = found
+        return None
+    check.columns = found
+    return found
+
+
+def outputs_of(check: SmallCheck) -> Tensor:
+    """The outputs of the current graph: float64, shape (m,)."""
+    return flattened([output.detach() for output in check.problem.graph.outputs]).clone()
+
+
+def first_outputs_repeat(check: SmallCheck) -> bool:
+    """Whether the current graph has the outputs of the first one; only those of a backward are kept.
+
+    The outputs of a graph are not used otherwise: differences are those of other evaluations.
+    """
+    excused = check.problem.records_differences or check.settings.nondet_tol
+    return bool(excused) or outputs_repeat(check, check.problem.base())
+
+
+def outputs_repeat(check: SmallCheck, before: Tensor) -> bool:
+    """Whether the current graph has the outputs of an older one: float64, shape (m,)."""
+    outputs = outputs_of(check)
+    before = before.to(outputs.device)
+    if torch.equal(outputs, before) or not values_vary(check.problem, check.settings, outputs, before):
+        return True
+    check.irreproducible.append("at the inputs")
+    return False
+
+
+def vjps_of(check: SmallCheck, cotangents: Tensor, only: Sequence[int] = (-1,)) -> Tensor:
+    """VJPs of contiguous cotangents: float64, shape (count, n); only: as in `Problem.vjps_of`."""
+    gradients, _ = check.problem.vjps(cotangents, [Layout.CONTIGUOUS] * len(only), only)
+    check.vjps += len(only)
+    return gradients
+
+
+def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
+    """Adds cotangents and their VJPs to those whose sum is checked by one later VJP."""
+    if check.products is None:
+        check.products = vectors, gradients
+    else:
+        check.products = torch.cat([check.products[0], vectors]), torch.cat([check.products[1], gradients])
+
+
+@phase("repeated calls")
+def earlier_vjps_repeat(check: SmallCheck, last: int) -> bool:
+    """Whether VJPs that decided nothing add up to the VJP of the sum of their cotangents.
+
+    last: number of rows at the end that are left out, because they led to a decision.
+    """
+    settings = check.settings
+    assert check.products is not None
+    cotangents, gradients = (rows[: rows.shape[0] - last] for rows in check.products)
+    if cotangents.shape[0]:
+        total = cotangents.sum(0, keepdim=True)
+        again = vjps_of(check, total)
+        allowed = settings.atol + settings.rtol * gradients.abs().amax(0) + allowed_movement(settings, total)
+        check.vjp_varies = not bool(near(again, gradients.sum(0), allowed).all())
+    return not check.vjp_varies

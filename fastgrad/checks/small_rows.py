@@ -1,0 +1,77 @@
+"""Exact mode of a small check: all entries, compared row by row."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from fastgrad.checks.one_block import jacobian, product_at_hand, same_afterwards, whole_backward
+from fastgrad.checks.small_calls import numerical_columns, outputs_of, outputs_repeat
+from fastgrad.checks.small_result import SmallCheck
+from fastgrad.core.native import SmallProblem, WholeBackward
+from fastgrad.core.phases import phase
+from fastgrad.problem.small_backward import SmallBackward
+from fastgrad.report.settings import Settings
+from fastgrad.verdict.repeated_calls import RepeatedCalls
+
+
+def rows_agree(check: SmallCheck) -> bool:
+    """Compares all entries by reverse mode; returns whether they agree, so that no complete check is needed.
+
+    Without custom code, the VJPs run on the first graph after the differences have called func, as in torch's checker.
+    """
+    problem, outputs = check.problem, outputs_of(check)
+    columns = None if problem.is_custom else numerical_columns(check)
+    check.backward = check.noted(partial(whole_backward, problem, check.settings, problem.working_seconds))
+    if check.backward is None:
+        return False
+    check.vjps += check.backward.vjps
+    if problem.is_custom:
+        columns = numerical_columns(check)
+    if columns is not None:
+        check.errors = _errors(problem, check.settings, check.backward, columns)
+    if check.errors is None or not check.noted(partial(_same_afterwards, check)):
+        return False
+    return outputs_repeat(check, outputs)
+
+
+@phase("repeated calls")
+def _same_afterwards(check: SmallCheck) -> bool:
+    """Whether gradients are the same on a graph recorded after the differences; for custom code, also on the first."""
+    problem, backward = check.problem, check.backward
+    assert backward is not None
+    if problem.is_custom:
+        return _rows_repeat(check, backward)
+    if not problem.record_again():
+        check.vjp_varies = True
+        return False
+    at_hand = product_at_hand(problem, check.settings, backward)
+    check.vjps += 1
+    if problem.repeats(*at_hand):
+        return True
+    # Some bits differ. If the gradients agree within the tolerances, the complete check uses them.
+    again = SmallBackward(problem, check.vjps)
+    if not same_afterwards(again, check.settings, *at_hand):
+        check.vjp_varies, check.backward = True, None
+    check.vjps = again.vjps
+    return False
+
+
+def _rows_repeat(check: SmallCheck, backward: WholeBackward) -> bool:
+    again = SmallBackward(check.problem, check.vjps)
+    calls = RepeatedCalls(again, check.settings)
+    calls.take(jacobian(again, backward), backward.products)
+    # The differences have called func since the first graph was recorded.
+    moves_there = calls.older_graph_failure() is not None
+    check.vjp_varies = moves_there or not check.problem.record_again() or calls.failure() is not None
+    check.vjps = again.vjps
+    check.certificates += calls.certificates()
+    return not check.vjp_varies
+
+
+@phase("comparison")
+def _errors(
+    problem: SmallProblem, settings: Settings, backward: WholeBackward, columns: Tensor
+) -> list[list[tuple[float, float]]] | None:
+    return problem.errors(backward, columns, settings.atol, settings.rtol, settings.check_grad_dtypes)

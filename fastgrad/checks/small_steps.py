@@ -1,0 +1,231 @@
+"""Directional differences of a small check in fast mode, at steps at which their noise is small enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fastgrad.checks.small_calls import outputs_of
+from fastgrad.checks.small_result import SmallCheck
+from fastgrad.core.errors import raise_if_transient
+from fastgrad.core.native import Derivatives, RandomDirections
+from fastgrad.core.phases import phase
+from fastgrad.core.precision import ROUNDING
+from fastgrad.core.random import SKETCH_DIRECTIONS
+from fastgrad.core.tensors import largest
+from fastgrad.engines.plan import sketch_size
+from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_vary, func_varies, parts_of_directions, weights
+from fastgrad.problem.first_look import values_vary
+from fastgrad.report.settings import Settings
+from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
+
+SMALLER_STEP = 1 / 8
+"""If curvature dominates the noise, sums are compared again with the step multiplied by this factor. Errors from
+curvature are proportional to the square of the step, so they become 64 times smaller."""
+
+LARGEST_FACTOR = 64
+"""Largest factor of the second step if rounding dominates the noise. Errors from rounding are proportional to the
+inverse of the step."""
+
+CURVATURE_RATIO = 64.0
+"""Largest ratio that is attributed to curvature: the error of a central difference, times the derivative, divided by
+the square of the error of a one-sided difference. It is 2/3 for exp and 1 for 1/x, for any step. Noise with a larger
+ratio is attributed to rounding."""
+
+MAX_COMPARED_STEPS = 2
+"""Largest number of steps at which sums are compared. There is one more if the noise is proportional to the step."""
+
+PROPORTIONAL = 4.0, 16.0
+"""Limits of the ratio of the noise at a step to that at the next one, SMALLER_STEP times as large, if the noise is
+proportional to the step: the ratio is 8. The second derivative may jump, for example where a square is clamped at 0."""
+
+NOISE_MARGIN = 4.0
+"""Factor of the noise, which is measured only along the first direction: along others, it may be this much larger."""
+
+
+def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor, float]]:
+    """Yields directional derivatives at eps, then at one or two other steps, with the result of `_weight` for them.
+
+    At eps, they are yielded first without measuring rounding inside func, if two evaluations show no noise, then with
+    it. A step at which the noise is too large is not yielded, but kept in `check.steps` like the others; if the first
+    direction shows that curvature is the reason, the other directions are left out.
+    """
+    settings = check.settings
+    step, budget, count, known = 1.0, settings.atol / (2 * NOISE_SHARE), 0, None
+    while count < MAX_COMPARED_STEPS or (count == MAX_COMPARED_STEPS and _noise_is_proportional(check)):
+        differences = _differences(check, step, budget, measure_noise=count > 0, known=known)
+        if differences is None:
+            return
+        if known is not None and torch.equal(known.derivatives, differences.derivatives):
+            check.steps.pop()
+        check.steps.append((step, budget, differences))
+        known = None if differences.measures_noise else differences
+        count += differences.measures_noise
+        weighed = _weight(check, differences, 1.0)
+        if weighed is not None and differences.is_complete:
+            yield differences, *weighed
+            if known is not None:
+                continue
+        factor = _step_factor(check, differences)
+        if factor is None:
+            return
+        step, budget = factor * differences.step / settings.eps, 0.0
+
+
+def _step_factor(check: SmallCheck, differences: Derivatives) -> float | None:
+    """The factor from a step to one at which the noise, from curvature or rounding, is probably small enough.
+
+    None if neither is the reason for the noise: this may be a kink, or a func that returns other values for the same
+    inputs.
+    """
+    if _weight(check, differences, 1.0) is not None:
+        return SMALLER_STEP  # the sums do not agree: another direction may be curved more
+    if _weight(check, differences, SMALLER_STEP**2) is None:
+        return None
+    noise = float(torch.linalg.vector_norm(differences.noise))
+    derivative = float(torch.linalg.vector_norm(differences.derivatives[0]))
+    if not noise * derivative > CURVATURE_RATIO * differences.curvature**2:
+        return SMALLER_STEP
+    factor = 2.0
+    while factor < LARGEST_FACTOR and noise * NOISE_MARGIN * NOISE_SHARE > factor * check.settings.atol:
+        factor *= 2
+    return factor
+
+
+def _weight(check: SmallCheck, differences: Derivatives, share: float) -> tuple[Tensor, float] | None:
+    """The weight of each output, shape (m,), empty if all are 1; and the size of an entry's error that sums show.
+
+    None if noise may hide errors beyond the tolerance.
+
+    share: the share of the noise that counts.
+    """
+    settings = check.settings
+    norm, size = differences.sizes or (math.inf, math.inf)
+    rounding = ROUNDING * check.problem.unit_roundoff * size * check.problem.m**0.5
+    if not rounding <= settings.atol / (4 * NOISE_SHARE):
+        return None
+    if norm * share <= settings.atol / NOISE_SHARE:
+        return torch.empty(0), settings.atol
+    noise = differences.noise * (share * NOISE_MARGIN)
+    weight = weights(noise, norm * share * NOISE_MARGIN, settings.atol, torch.ones_like(noise, dtype=torch.bool))
+    hidden = settings.atol / weight
+    if not bool((hidden <= settings.atol + settings.rtol * differences.derivatives.abs().amax(0)).all()):
+        return None
+    return weight, float(hidden.amax())
+
+
+@phase("directional differences")
+def _differences(
+    check: SmallCheck,
+    step: float,
+    budget: float,
+    measure_noise: bool,
+    count: int | None = None,
+    known: Derivatives | None = None,
+) -> Derivatives | None:
+    """Derivatives along directions, with few evaluations; None if func raises for the steps or returns something else.
+
+    step: relative to eps. budget: the largest 2-norm of noise with which one-sided differences are taken; 0: only
+    central differences. measure_noise: whether to measure rounding inside func even if two evaluations show none.
+    count: number of directions; None: that of a sketch. known: derivatives at this step, for which only the noise
+    remains to be measured.
+    """
+    settings, count = check.settings, count or sketch_size(check.settings.confidence)
+    parts = parts_of_directions(count, len(check.problem.inputs), check.is_custom)
+    streams = [SKETCH_DIRECTIONS + 16 * min(k, count - 1) for k in range(len(parts))]
+    along = RandomDirections(settings.seed, streams, [], settings.eps * step, min(1.0, step), parts)
+    evaluate = partial(check.problem.screening_derivatives, along, KINK, budget, measure_noise, known)
+    try:
+        found = evaluate()
+    except Exception as error:
+        raise_if_transient(error, evaluate)
+        return None  # the complete check decides what this means
+    if isinstance(found, tuple):
+        check.changed = found
+        return None
+    return found
+
+
+def _noise_is_proportional(check: SmallCheck) -> bool:
+    """Whether the noise of the last step hides errors, but is smaller than before in proportion to the step."""
+    (*_, before), (*_, last) = check.steps[-2:]
+    low, high = (float(last.noise.norm()) * ratio for ratio in PROPORTIONAL)
+    falls = last.step < before.step and low <= float(before.noise.norm()) <= high
+    return falls and _weight(check, last, 1.0) is None
+
+
+def changing_steps_repeat(check: SmallCheck, last_agrees: bool) -> bool:
+    """Whether differences that change from one step to the other are the same when they are repeated.
+
+    If they are not, func returned other values once, which the complete check would not detect.
+
+    last_agrees: whether the differences of the last step agree with VJPs, and need not be repeated.
+    """
+    *earlier, last = check.steps
+    final = last[2].derivatives
+    changing = [
+        (step, budget, before)
+        for step, budget, before in earlier
+        if derivatives_vary(
+            check.settings, before.derivatives, final[: len(before.derivatives)], rounding_of_differences(check, step)
+        )
+    ]
+    return steps_repeat(check, changing if last_agrees or not changing else [*changing, last])
+
+
+def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivatives]]) -> bool:
+    """Whether the differences of some steps are the same when they are repeated; notes if they are not."""
+    for step, budget, before in steps:
+        again = _differences(check, step, budget, before.measures_noise)
+        rounding = rounding_of_differences(check, step)
+        # The result is None if func now raises or returns outputs of another kind.
+        if again is None or any(
+            derivatives_vary(check.settings, *pair, rounding)
+            for pair in ((again.derivatives, before.derivatives), (again.noise, before.noise))
+        ):
+            check.irreproducible.append(ALONG_DIRECTION)
+            return False
+    return True
+
+
+def noise_repeats(check: SmallCheck) -> bool:
+    """Whether noise that no other step reduces enough is that of func; notes if func returned other values once."""
+    for step, budget, differences in check.steps[-1:]:
+        if _step_factor(check, differences) is None and _noise_varies(check, step, budget, differences):
+            check.irreproducible.append(ALONG_DIRECTION)
+    return not check.irreproducible
+
+
+def _noise_varies(check: SmallCheck, step: float, budget: float, differences: Derivatives) -> bool:
+    """Like `func_varies`, for differences at a step."""
+    return func_varies(
+        check.settings,
+        rounding_of_differences(check, step),
+        differences,
+        partial(_differences, check, step, budget, differences.measures_noise),
+        is_quiet=lambda again: _weight(check, again, 1.0) is not None,
+        values_move=partial(_values_vary, check),
+    )
+
+
+def _values_vary(check: SmallCheck) -> bool:
+    before = outputs_of(check)
+    return not check.problem.record_again() or values_vary(check.problem, check.settings, outputs_of(check), before)
+
+
+def rounding_of_differences(check: SmallCheck, step: float) -> float:
+    """The error of differences at `step` times eps, if rounding changes the largest output by two unit roundoffs."""
+    size = max((largest(output.detach()) for output in check.problem.graph.outputs), default=0.0)
+    return 2 * check.problem.unit_roundoff * size / (check.settings.eps * step)
+
+
+def sum_threshold(settings: Settings, differences: Derivatives) -> float:
+    """The largest difference between sums that agree.
+
+    An error of size atol contributes at least atol / 4. If noise was not measured, it must be smaller than the rest.
+    """
+    return settings.atol / (4 if differences.measures_noise else 8)
