@@ -80,27 +80,18 @@ def sums_agree(check: SmallCheck, weighted: bool = True) -> bool:
 
     weighted: whether sums with weights count.
     """
-    settings = check.settings
-    problem = check.problem
-    plain = _plain(check)
-    run_early = partial(check.noted, partial(_early_vjps, check, plain))
-    early = run_early() if problem.is_custom else None
-    if early is None and problem.is_custom:
+    problem, settings, plain = check.problem, check.settings, _plain(check)
+    on_first_graph = _EarlyVjps(check, plain)
+    if problem.is_custom and on_first_graph.run() is None:
         return False
     done: tuple[ScreeningGradOutputs, Tensor] | None = None
-    is_repeated = not problem.is_custom
     for differences, weight, bound in differences_by_step(check):
         if weight.numel() and not weighted:
             norm = differences.sizes[0] if differences.sizes else math.inf
             if norm * SMALLER_STEP**2 > settings.atol / NOISE_SHARE:
                 break
             continue
-        if early is not None and not is_repeated:
-            is_repeated = True
-            again = check.noted(partial(_run_after_differences, check, plain, early))
-            if again is None or check.vjp_varies:
-                return False
-        early = run_early() if early is None else early
+        early = on_first_graph.run_after_differences()
         if early is None:
             return False
         if not weight.numel() and not _early_agrees(settings, differences, plain, early):
@@ -114,21 +105,57 @@ def sums_agree(check: SmallCheck, weighted: bool = True) -> bool:
         if _agree(check, differences, *done, weight.numel() > 0):
             if not changing_steps_repeat(check, last_agrees=True):
                 return False
-            if not check.noted(partial(earlier_vjps_repeat, check, done[0].of_all)):
+            if not check.noted(partial(earlier_vjps_repeat, check, made.of_all)):
                 return False
             check.bound, check.differences = bound, (differences, weight, bound)
-            if not problem.is_custom:
-                return True
-            third, one_sign = partial(_same_on_third, check, *done), partial(_one_sign_is_linear, check, *done)
-            return check.noted(third) is not None and bool(check.noted(one_sign))
-    early = run_early() if early is None else early
-    if early is None:
-        return False
-    if check.steps and check.is_consistent:
-        check.undecided_sums = early
-    if check.products is None:
-        check.products = plain.early, early
+            return not problem.is_custom or _custom_vjps_are_consistent(check, *done)
+    on_first_graph.leave_undecided()
     return False
+
+
+class _EarlyVjps:
+    """VJPs on the graph of the first evaluation; those of a custom backward run before and after the differences."""
+
+    def __init__(self, check: SmallCheck, plain: ScreeningGradOutputs) -> None:
+        self._check, self._plain = check, plain
+        self._gradients: Tensor | None = None
+        self._runs_again = check.problem.is_custom
+
+    def run(self) -> Tensor | None:
+        """The gradients, shape (1 or 2, n); computed once. None if backward raises, which is noted."""
+        if self._gradients is None:
+            self._gradients = self._check.noted(partial(_early_vjps, self._check, self._plain))
+        return self._gradients
+
+    def run_after_differences(self) -> Tensor | None:
+        """The same gradients; None also if those of a custom backward have changed since they ran before."""
+        if self._gradients is None or not self._runs_again:
+            return self.run()
+        self._runs_again = False
+        return self._gradients if self._check.noted(partial(self._repeat, self._gradients)) else None
+
+    @phase("repeated calls")
+    def _repeat(self, gradients: Tensor) -> bool:
+        """Whether the VJPs are the same after the differences have called func; notes if they are not.
+
+        They run in reverse order, so that a backward that is wrong in every third call gives another gradient.
+        """
+        check, settings, order = self._check, self._check.settings, [1, 0]
+        known, cotangents = gradients[order], self._plain.early[order]
+        again = vjps_of(check, cotangents, [self._plain.early_only[row] for row in order])
+        allowed = settings.atol + settings.nondet_tol * float(cotangents.abs().sum(1).amax())
+        check.vjp_varies = not bool(torch.isclose(again, known, settings.rtol, allowed, equal_nan=True).all())
+        return not check.vjp_varies
+
+    def leave_undecided(self) -> None:
+        """Keeps the gradients for comparisons with later calls, because the sums did not agree at any step."""
+        check, early = self._check, self.run()
+        if early is None:
+            return
+        if check.steps and check.is_consistent:
+            check.undecided_sums = early
+        if check.products is None:
+            check.products = self._plain.early, early
 
 
 def _layout(check: SmallCheck) -> tuple[tuple[int, int, int], ...]:
@@ -139,7 +166,7 @@ def _layout(check: SmallCheck) -> tuple[tuple[int, int, int], ...]:
 
 
 def _grad_outputs(check: SmallCheck, weight: Tensor) -> ScreeningGradOutputs:
-    """The grad_outputs for weights from `_weight`."""
+    """The grad_outputs for weights from `differences_by_step`."""
     problem, settings = check.problem, check.settings
     arguments = _layout(check), settings.seed, sketch_size(settings.confidence), problem.is_custom
     return weighted_grad_outputs(*arguments, weight) if weight.numel() else screening_grad_outputs(*arguments)
@@ -167,22 +194,6 @@ def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
     """VJPs, shape (1 or 2, n): of a multiple of a dense grad_output and, for custom code, of a one-hot one."""
     check.vjps += len(plain.early_only)
     return check.problem.vjps(plain.early, [Layout.CONTIGUOUS] * len(plain.early_only), plain.early_only)[0]
-
-
-@phase("repeated calls")
-def _run_after_differences(check: SmallCheck, plain: ScreeningGradOutputs, early: Tensor) -> Tensor:
-    """Runs the early VJPs again, after the differences have called func; returns them.
-
-    If they have changed, this is noted. They run in reverse order, so that a backward that is wrong in every third
-    call gives another gradient.
-    """
-    settings = check.settings
-    order = [1, 0]
-    known, cotangents = early[order], plain.early[order]
-    again = vjps_of(check, cotangents, [plain.early_only[row] for row in order])
-    allowed = settings.atol + settings.nondet_tol * float(cotangents.abs().sum(1).amax())
-    check.vjp_varies = not bool(torch.isclose(again, known, settings.rtol, allowed, equal_nan=True).all())
-    return again
 
 
 @phase("backward")
@@ -309,6 +320,15 @@ def _zeros_are_zero(check: SmallCheck) -> bool:
     are_zero = problem.are_zeros_zero(zeros, undefined)
     check.vjp_varies = check.vjp_varies or are_zero is False
     return bool(are_zero)
+
+
+def _custom_vjps_are_consistent(check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
+    """Whether VJPs of a third graph, and of grad_outputs of one sign, follow from those that agreed."""
+    third, one_sign = (
+        partial(_same_on_third, check, made, gradients),
+        partial(_one_sign_is_linear, check, made, gradients),
+    )
+    return check.noted(third) is not None and bool(check.noted(one_sign))
 
 
 @phase("repeated calls")
