@@ -387,7 +387,7 @@ def verified(settings: Settings, bound: float, unresolved: float = 0.0) -> Scree
     if unresolved:
         return Screening(undecided=settings.of_entries(max(bound, unresolved)))
     cancelling = settings.of_entries(detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0))
-    size = "its tolerance" if bound <= settings.atol else "its tolerance and by more than the bound"
+    size = "its tolerance" if bound <= settings.atol else "the larger of its tolerance and the bound"
     certificates = _sketch_certificates(size, settings.of_entries(bound), cancelling, settings.confidence)
     return Screening(certificates=certificates, bound=bound)
 

@@ -49,7 +49,7 @@ SMALLEST_SHARE = 1 / 8
 error: magnitudes of components are in [0.5, 1.5), and the factor of the second direction is -4 times that of the first.
 """
 
-_OF_TERMS = "for a sum of tangents", "those of its terms"
+_OF_TERMS = "for a sum of tangents", "those of its terms add up to"
 """When a JVP is compared with others, and with which: for messages, as `OF_INPUTS`."""
 
 

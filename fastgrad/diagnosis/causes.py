@@ -106,7 +106,7 @@ _OF_ISSUES = {
     "low precision": ("shown by differences over many steps", 0.9),
     "kink": ("shown by one-sided differences", 0.95),
     "discontinuity": ("shown by differences over many steps", 0.96),
-    "not finite": ("shown by the values at x", 0.98),
+    "not finite": ("shown by the values at the inputs", 0.98),
 }
 """Evidence and confidence of the causes that re-measuring an entry shows."""
 
@@ -124,8 +124,8 @@ def _of_func(failure: Failure, evidence: Evidence, settings: Settings) -> Iterat
     if evidence.output_dtype is not None and failure.kind == "mismatch":
         text = f"func computes in {evidence.output_dtype} and returns double precision"
         measure = (
-            "after a small change of x, all output values that changed and are not integers are "
-            f"{evidence.output_dtype} numbers"
+            "after a small change of the inputs, all changed output values that are not integers can be "
+            f"represented in {evidence.output_dtype}"
         )
         yield Cause("low precision", text, measure, 0.96)
     elif failure.numerical_issue is not None and failure.numerical_issue != "not converged":
@@ -394,7 +394,7 @@ def _of_experiments(failure: Failure, evidence: Evidence) -> Iterator[Cause]:
         if modulus(found + wanted) <= RESIDUAL * modulus(wanted) and off <= RESIDUAL * size:
             text = (
                 f"the gradient of the {failure.part} part of the output has the wrong sign, and that of the other part "
-                "is right: a conj() of grad_output, or of what it is multiplied by, is missing"
+                "is right: a conj() of grad_output, or of its factor, is missing"
             )
             yield Cause("missing conjugate", text, f"the error of the gradient of the other part is {off:.1g}", 0.97)
         elif modulus(found) == 0 and size and off <= RESIDUAL * size:

@@ -75,7 +75,7 @@ def of_sums(comparison: Comparison, words: Wording) -> Iterator[Cause]:
     factor = constant_factor(comparison)
     if factor is not None:
         k, residual = factor
-        yield _factor(k, f"{_fit_text(residual)}; single entries were not compared with it", {}, 0.6)
+        yield _factor(k, f"{_fit_text(residual)}; the factor was not compared with single entries", {}, 0.6)
 
 
 def _zero(words: Wording, count: int, confidence: float, order: int, is_whole: bool = True) -> Cause:

@@ -204,7 +204,7 @@ class LowerCheck:
         func = self._seeded(reference.func) if self._draws else reference.func
         report, nearby = comparable(reference.name, partial(self._first_that_passes, func, reference.arguments))
         if nearby:
-            self._outcome.notes.append(f"the reference was checked next to x, because at x {nearby}")
+            self._outcome.notes.append(f"the reference was checked next to the inputs, because at the inputs {nearby}")
         if report.failure is not None and _computes_coarsely(report) and self._settings.reference is None:
             self._outcome.note(reference="")
             raise IncomparableError(f"{reference.name} computes in a lower dtype internally")

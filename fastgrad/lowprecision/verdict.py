@@ -190,9 +190,10 @@ def _judge_overflows(comparison: Comparison, outcome: Outcome) -> None:
 def _look_again(comparison: Comparison, outcome: Outcome) -> None:
     comparison.look_again()
     if comparison.excused:
+        verb, whose = ("is", "its error") if comparison.excused == 1 else ("are", "their errors")
         outcome.notes.append(
-            f"accurate only relative to the largest entry: {count(comparison.excused, 'entry')}; rounding "
-            "explains these errors only if inputs are perturbed relative to the largest element of their tensor"
+            f"{count(comparison.excused, 'entry')} {verb} accurate only relative to the largest entry: rounding "
+            f"explains {whose} only if inputs are perturbed relative to the largest element of their tensor"
         )
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
 
@@ -322,9 +323,10 @@ def _state_the_smallest_common(comparison: Comparison, found: list[Common], outc
     outcome.note(smallest_scale=max(bounds.values()))
     others = [block.position for block in comparison.problem.inputs if block.size and block.index not in bounds]
     if others:
+        names = ", ".join(f"input {position}" for position in others)
+        subject = f"the gradient of {names} was" if len(others) == 1 else f"the gradients of {names} were"
         outcome.notes.append(
-            "an error common to all entries of a gradient was not looked for in that of "
-            f"{', '.join(f'input {position}' for position in others)}: too few entries are larger than rounding"
+            f"{subject} not tested for an error common to all entries: too few entries are larger than rounding"
         )
 
 

@@ -129,7 +129,7 @@ class LossErrorExperiments:
         cause = f" (probably that of {_listed(operations)})" if operations else ""
         self.undecided.append(
             f"the loss has a kink at the parameters{cause}: its one-sided derivatives{whose} differ, so it has no "
-            f"derivative there; the gradient was compared at other parameters, about {NEXT_TO:.0%} away"
+            f"derivative there; the gradient was compared at other values of the parameters, about {NEXT_TO:.0%} away"
         )
         return self._next_to()
 
@@ -137,7 +137,7 @@ class LossErrorExperiments:
         """A context in which the parameters are next to a point at which a right gradient of zero may hide errors."""
         self.remarks.append(
             "some gradients are zero, which is right; to find errors that this may hide, the gradient of the loss was "
-            f"also compared at other parameters, about {NEXT_TO:.0%} away"
+            f"also compared at other values of the parameters, about {NEXT_TO:.0%} away"
         )
         return self._next_to()
 

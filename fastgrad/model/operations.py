@@ -44,7 +44,10 @@ LARGE = 1 << 20
 FEWER = 8
 """The number of all rows, divided by the number of those first rows."""
 
-ON_FEWER_ROWS = "v^T J u of all rows agrees with differences; only the first rows were checked in fast mode"
+ON_FEWER_ROWS = (
+    "only the first rows of the inputs were checked in fast mode; for all rows, one sum of derivatives, v^T J u for "
+    "random u and v, agrees with differences"
+)
 """The text for an operation of which only the first rows were checked in full, in the table."""
 
 AT_KINK = (

@@ -106,8 +106,8 @@ def differentiable_inputs(
         if warn_of_precision and value.dtype not in (torch.float64, torch.complex128):
             warn(
                 f"{names[i] if names else f'Input #{i}'} requires gradient and is not a double precision floating "
-                f"point or complex tensor. Its dtype is {value.dtype}, and rounding to it may be larger than the "
-                "change of func over a step of eps, so the check may fail."
+                f"point or complex tensor. Rounding to its dtype, {value.dtype}, may be larger than the change of "
+                "func over a step of eps, so the check may fail."
             )
         _check_values(value, names[i] if names else f"input {i}", names[i] if names else f"The {i}th input")
     if not positions:

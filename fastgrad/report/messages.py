@@ -411,7 +411,7 @@ _PHRASES: dict[FailureKind, str] = {
     + _UNDEFINED_NOTE,
     "undefined grad not zero": "Expected all input grads to be undefined or zero when all output grads are undefined "
     "or zero, but the gradient of {input} is not. " + _UNDEFINED_NOTE,
-    "tangent dtype": "Forward AD gradient has dtype mismatch: either the tangent or its output is complex, not both.",
+    "tangent dtype": "Forward AD gradient has dtype mismatch: only one of the output and its tangent is complex.",
     "modified grad_output": "Mismatch in grad_output values of {output} before and after a call of backward. Other "
     "nodes that use this grad_output get wrong values.",
     "modified output": "Mismatch in values of {output} before and after a call of backward. Functions that use it "

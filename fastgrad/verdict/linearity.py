@@ -362,7 +362,7 @@ class LinearityTest:
             if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
                 text += " (but not for a contiguous copy)"
         numbers = (values[which, coordinate].item() for values in (gradients, self._sums, allowed))
-        addends = "the rows of the Jacobian, each times its element of grad_output,"
+        addends = "the rows of the Jacobian, each times its element of grad_output, add up to"
         return nonlinear_sum("reverse", block, coordinate, f"for {text}", addends, *numbers)
 
 
@@ -400,8 +400,8 @@ def one_hot_rows(problem: Problem, settings: Settings) -> tuple[Failure | None, 
                 if any(differ(before, after, settings.nondet_tol, False) for before, after in runs):
                     return failure("nondeterministic"), found
                 detail = (
-                    f"grad_outputs of 1 and of {REPEAT_SCALE:g} at element {list(output.element_index(element))} of "
-                    f"output {output.index} give gradients that are not multiples of each other"
+                    f"a grad_output of {REPEAT_SCALE:g} at element {list(output.element_index(element))} of output "
+                    f"{output.index} does not give {REPEAT_SCALE:g} times the gradient that a grad_output of 1 gives"
                 )
                 return failure("nonlinear", detail=detail), found
             for other in last:
@@ -426,12 +426,12 @@ def linearity_failure(
     part
         One of the two parts, shape (m,); None: a random half of the elements. Both parts are contiguous.
     """
-    addends = "the negated gradients for two negated parts of this grad_output"
+    addends = "the negated gradients for two negated parts of this grad_output add up to"
     if part is None:
         half = torch.empty_like(cotangent)
         ops.direction_(half, settings.seed, COTANGENT_STREAM, 0, True)
         part = torch.where(half == 0, 0.0, cotangent)
-        addends = "the negated gradients for the two negated halves of this grad_output"
+        addends = "the negated gradients for the two negated halves of this grad_output add up to"
     both = torch.stack([part, cotangent - part]).neg_()
     parts = -problem.vjp(both)
     failure = _sum_failure(problem, settings, gradient, parts, f"for {kind}", addends)
@@ -464,7 +464,7 @@ def scaled_failure(problem: Problem, settings: Settings, cotangent: Tensor, grad
     again = problem.vjp(torch.stack([cotangent, scale * cotangent]))
     if differ(again, torch.cat([gradient[None], scale * scaled]), movement * abs(scale), False):
         return nondeterministic(problem.outputs[0])  # two gradients also differ if one of the runs was wrong
-    addends = f"gradients for {scale:g} times this grad_output, divided by {scale:g},"
+    addends = f"the gradient for {scale:g} times this grad_output, divided by {scale:g}, is"
     return _sum_failure(problem, settings, gradient, scaled, "for a random grad_output", addends)
 
 
@@ -480,8 +480,8 @@ def one_sign_failure(
     vectors = torch.stack([SMALL * size, 0.25 * cotangent - size, cotangent])
     multiple = f"{1 / SMALL:g}"
     addends = (
-        f"two gradients (0.25 times that for a grad_output with both signs, and -{multiple} times that for a positive "
-        f"grad_output with elements near 1/{multiple})"
+        f"0.25 times the gradient for a grad_output with both signs and -{multiple} times the gradient for a positive "
+        f"grad_output with elements near 1/{multiple} add up to"
     )
 
     def failure(gradients: Tensor, changes: Tensor | None = None) -> Failure | None:
@@ -506,7 +506,7 @@ def separate_failure(problem: Problem, settings: Settings, cotangent: Tensor, gr
     parts = torch.cat([problem.vjp(cotangent[None], only=output) for output in problem.outputs])
     which = "for random grad_outputs of all outputs at once"
     return _sum_failure(
-        problem, settings, gradient, parts, which, "the gradients for the grad_output of one output at a time"
+        problem, settings, gradient, parts, which, "the gradients for the grad_output of one output at a time add up to"
     )
 
 

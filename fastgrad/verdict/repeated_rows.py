@@ -78,7 +78,7 @@ def nonlinear_repeat(block: JacobianBlock, settings: Settings) -> Failure | None
     digits = digits_apart(wrong, right)
     detail = (
         f"a grad_output of 1 for output {block.output.index}{_at(element)} gives the gradient {value:.6g} of input "
-        f"{block.input.index}{_at(at)}, a grad_output of {REPEAT_SCALE:g} gives {wrong:.{digits}g} instead of "
+        f"{block.input.index}{_at(at)}, and a grad_output of {REPEAT_SCALE:g} gives {wrong:.{digits}g} instead of "
         f"{right:.{digits}g}"
     )
     return Failure.at("nonlinear", block.output, block.input, part=block.part, detail=detail)
@@ -106,7 +106,7 @@ def groups_failure(problem: Problem, settings: Settings, output: Block, groups: 
     expands = len(problem.outputs) == 1 and not output.is_complex
     whole = next((k for k, group in enumerate(groups) if expands and group.numel() == output.size), None)
     if whole is not None:
-        repeats.append((slice(whole, whole + 1), [Layout.EXPANDED], " and expanding it with stride 0"))
+        repeats.append((slice(whole, whole + 1), [Layout.EXPANDED], ", expanded with stride 0,"))
     for rows, layouts, kind in repeats:
         products = problem.vjp(cotangents[rows] * REPEAT_SCALE, layouts, only=output) / REPEAT_SCALE
         if any(
@@ -114,8 +114,8 @@ def groups_failure(problem: Problem, settings: Settings, output: Block, groups: 
             for own, left, right in by_inputs(problem.inputs, settings, products, gradients[rows])
         ):
             detail = (
-                f"for a grad_output that is 1 at some elements of output {output.index}, multiplying it by "
-                f"{REPEAT_SCALE:g}{kind} does not multiply the gradient by {REPEAT_SCALE:g}"
+                f"a grad_output of {REPEAT_SCALE:g} at some elements of output {output.index}{kind} does not give "
+                f"{REPEAT_SCALE:g} times the gradient that a grad_output of 1 gives there"
             )
             return Failure.at("nonlinear", output, part=part, detail=detail)
     return None
@@ -134,10 +134,13 @@ def raised_for(vector: str, error: Exception, mode: Mode = "reverse") -> Failure
 def nonlinear_sum(
     mode: Mode, block: Block, at: int, when: str, addends: str, own: float, total: float, allowed: float | None = None
 ) -> Failure:
-    """Like `nonlinear_component`, for a component that is not the sum of other gradients or tangents."""
+    """Like `nonlinear_component`, for a component that is not the sum of other gradients or tangents.
+
+    addends: these others, with a verb ("the gradients ... add up to").
+    """
     own, total = own + 0.0, total + 0.0  # -0 is written as 0
     digits = digits_apart(own, total)
-    but = f"{addends} add up to {total:.{digits}g}"
+    but = f"{addends} {total:.{digits}g}"
     but += "" if allowed is None else f" (allowed difference {allowed:.2g})"
     return nonlinear_component(mode, block, at, when, f"{own:.{digits}g}", but)
 

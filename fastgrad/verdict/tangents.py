@@ -70,7 +70,7 @@ def combined_tangents(directions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 def sums_certificate(count: int, bound: float, settings: Settings) -> Certificate:
     """The certificate of products with `count` random tangents; bound: for entries of inputs with the smallest atol."""
     # A small entry next to larger entries of its row may be off by more than its own tolerance.
-    size = "its tolerance" if bound <= settings.atol else "its tolerance and by more than the bound"
+    size = "its tolerance" if bound <= settings.atol else "the larger of its tolerance and the bound"
     claim = f"no single entry of forward mode is wrong by more than {size}"
     method = f"{count} random directions: J u by forward mode compared with differences, output by output"
     return Certificate(claim, method, settings.of_entries(bound))
@@ -136,7 +136,7 @@ class TangentLinearityTest:
         which, component, allowed = wrong
         output = block_with(self._problem.outputs, component)
         numbers = (values[which, component].item() for values in (products, self._sums, allowed))
-        addends = "the columns of the Jacobian, each times its element of the tangent,"
+        addends = "the columns of the Jacobian, each times its element of the tangent, add up to"
         return nonlinear_sum("forward", output, component, _WHEN[which], addends, *numbers)
 
 
@@ -159,7 +159,7 @@ def _changed(output: Block, what: str, first: float, later: float) -> Failure:
     return nondeterministic_jvp(output, f"{what} was first {first:.{digits}g} and later {later:.{digits}g}")
 
 
-_OF_PARTS = f"those for {REPEAT_SCALE:g} times two parts of this tangent, divided by {REPEAT_SCALE:g},"
+_OF_PARTS = f"those for {REPEAT_SCALE:g} times two parts of this tangent, divided by {REPEAT_SCALE:g}, add up to"
 
 
 def jvps_of_parts(problem: Problem, settings: Settings, u: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def nonlinear_in_inputs(problem: Problem, settings: Settings) -> Failure | None:
     return _nonlinear_terms(problem, settings, u, separate, *OF_INPUTS)
 
 
-OF_INPUTS = "for tangents of all inputs", "those for the tangent of one input at a time"
+OF_INPUTS = "for tangents of all inputs", "those for the tangent of one input at a time add up to"
 """When a JVP is compared with those of single inputs, and the latter, for messages."""
 
 

@@ -213,7 +213,11 @@ def reject_what_does_not_fit(ranks: list[tuple[dict[str, Any], tuple[Tensor]]], 
     [
         ([about(leaf(3)), about(leaf(3), function="cos")], RankError, "function is sin on rank 0, and cos on rank 2"),
         ([about(leaf(3), keywords="[1]")], RankError, r"keywords is \[\] on rank 0, and \[1\] on rank 1"),
-        ([about(leaf(3).float())], ValueError, "input 4 has the dtypes torch.float64, torch.float32"),
+        (
+            [about(leaf(3).float())],
+            ValueError,
+            "input 4 has different dtypes on the ranks: torch.float64, torch.float32",
+        ),
         ([about(leaf(2, 3))], ValueError, "input 4 is .*its shapes differ"),
         ([about(leaf(3)), about(leaf(3) + 1)], ValueError, r"at \[\d\] it is .* on rank 0 and .* on rank 2"),
     ],
