@@ -182,12 +182,13 @@ def table(result: dict[str, Any]) -> str:
     """The section of the page."""
     spilled = sum(row["spilled"] for row in result["rows"])
     head = (
-        f"The kernels for `float64`, as {result['compiler']} compiles them for sm_90 "
-        f"(`python -m benchmarks.cuda_registers`). Together with those for lower dtypes, the {len(result['rows'])} "
-        f"kernels spill {spilled} bytes of registers. Instructions are those of the inner loop per element, on all its "
-        "paths; those in float64 are also counted separately. Bytes are the memory traffic per element. The last two "
-        "columns are bandwidths relative to that of a copy: predicted from the number of instructions, without "
-        "latencies, and measured on an H200 (`benchmarks/results/nvidia-h200.json`)."
+        f"The table lists the kernels for `float64`, as {result['compiler']} compiles them for sm_90 "
+        f"(`python -m benchmarks.cuda_registers`). All {len(result['rows'])} kernels, including those for lower "
+        f'dtypes, spill {spilled} bytes of registers in total. "Instructions" counts the instructions in the inner '
+        'loop, in all its branches, per element; "of float64" counts those among them that compute in float64. "Bytes" '
+        "is the memory traffic per element. The last two columns are bandwidths relative to that of a copy: "
+        '"predicted" follows from the number of instructions and ignores latencies; "measured" is from an H200 '
+        "(`benchmarks/results/nvidia-h200.json`)."
     )
     measured = {row["kernel"]: row["of_copy"] for row in json.loads(ON_A_DEVICE.read_text())["rows"] if "kernel" in row}
     lines = [

@@ -166,8 +166,9 @@ def _of_steps(
     rounding_error = 8 * ulp / measured
     if off <= rounding_error:
         text = (
-            f"rounding hides the change of func over a step of eps = {eps:g}: one ulp of func's value, divided by eps, "
-            f"is at most {ulp / eps:.2g}; use a larger eps, or subtract a constant offset from the values"
+            f"rounding hides the change of func over a step of eps = {eps:g}: errors of one ulp in func's values "
+            f"change the derivative by up to {ulp / eps:.2g}; use a larger eps, or subtract a constant offset from "
+            "func's values"
         )
         measure = f"the derivatives differ by {off:.2g}, which rounding explains"
         yield Cause("rounding", text, measure, 0.95 if is_open else 0.92)
@@ -274,7 +275,7 @@ def _of_layouts(evidence: Evidence, linear: bool, only_exceptions: bool) -> Iter
         if error is not None or deviation is None:
             measure = error or ""
         elif math.isinf(deviation):
-            measure = "one of the two gradients is zero or not finite, and the other is not"
+            measure = "one gradient is zero and the other is not, or an element is finite in only one of them"
         else:
             measure = f"the relative difference of the two gradients is {deviation:.2g}"
         text = (

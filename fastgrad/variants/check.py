@@ -161,7 +161,8 @@ def _chosen(among: list[Variant], only: Sequence[str] | None, compiled: bool) ->
     known = {*families, *(f"{one.family}: {one.name}" for one in among)}
     unknown = [name for name in only if name not in known]
     if unknown:
-        raise ValueError(f"unknown names in only: {', '.join(map(repr, unknown))}; families are {', '.join(families)}.")
+        names = ", ".join(map(repr, unknown))
+        raise ValueError(f"only= contains unknown names: {names}; the families are {', '.join(families)}.")
     return [one for one in among if one.family in only or f"{one.family}: {one.name}" in only]
 
 

@@ -66,7 +66,11 @@ roundoff. If more than half of the digits change, this is not rounding: the back
 def linearity_certificate(claim: str, kinds: tuple[GradOutputKind, ...], bound: float) -> Certificate:
     """The certificate of a test with grad_outputs v of some kinds, in which v^T J was equal to the VJP of v."""
     names = ", ".join(kind.short for kind in kinds)
-    return Certificate(claim, f"v^T J compared with the VJP of v, for {len(kinds)} cotangents: {names}", bound)
+    return Certificate(
+        claim,
+        f"v^T J, summed from the entries, compared with the VJP of v, for {len(kinds)} cotangents: {names}",
+        bound,
+    )
 
 
 def linear_backward(kinds: tuple[GradOutputKind, ...], bound: float) -> Certificate:

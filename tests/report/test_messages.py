@@ -340,8 +340,8 @@ CAUSE_LINES: dict[CauseName, tuple[str, ...]] = {
         "smaller eps",
     ),
     "rounding": (
-        "probably rounding hides the change of func over a step of eps = 1e-06: one ulp of func's value, divided by "
-        "eps, is at most 2.2e+02; use a larger eps, or subtract a constant offset from the values",
+        "probably rounding hides the change of func over a step of eps = 1e-06: errors of one ulp in func's values "
+        "change the derivative by up to 2.2e+02; use a larger eps, or subtract a constant offset from func's values",
     ),
     "discontinuity": (
         "probably func is discontinuous at the inputs: its value changes by 1e-06 from one side to the other, however "
