@@ -107,7 +107,8 @@ def check_callable(func: object) -> None:
 class Call:
     """func(*inputs, **kwargs) as a function of the checked tensors: it takes tensors and returns a tuple of tensors.
 
-    This is a context manager: on leaving it, a module's buffers have the values that they had on entering.
+    This is a context manager: on leaving it, a module's buffers have the values that they had on entering, unless
+    restores_buffers is False.
 
     Every call gets new containers, so that func may change them. The containers hold the caller's own tensors, or those
     that the checker passes instead. The parameters of a module are perturbed in place. If the checker passes other
@@ -125,7 +126,14 @@ class Call:
         Whether each of these output tensors required grad.
     """
 
-    def __init__(self, func: Callable[..., Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any], wrt: Wrt) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        wrt: Wrt,
+        restores_buffers: bool = True,
+    ) -> None:
         check_callable(func)
         self.func = self.__wrapped__ = func
         self.inputs, self.kwargs, self.wrt = inputs, dict(kwargs), wrt
@@ -137,7 +145,7 @@ class Call:
             named = ("inputs", self.inputs), ("kwargs", self.kwargs)
             self._rebuilds = [flatten(value, name, lambda tensor: tensor.requires_grad, found) for name, value in named]
         if isinstance(func, torch.nn.Module):
-            self._buffers = Buffers(func)
+            self._buffers = Buffers(func) if restores_buffers else None
             self._parameters = _checked_parameters(func) if wrt != "inputs" else []
         found += [(f"module.{parameter.name}", parameter.tensor) for parameter in self._parameters]
         self.tensors = tuple(tensor for _, tensor in found)

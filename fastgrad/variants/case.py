@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from fastgrad.problem.arguments import Call, Rebuild, as_tuple, check_callable, flatten
+from fastgrad.problem.arguments import Buffers, Call, Rebuild, as_tuple, check_callable, flatten
 from fastgrad.problem.validation import differentiable_inputs
 from fastgrad.report.report import Report
 from fastgrad.report.variants import AS_GIVEN, VariantVerdict
@@ -40,6 +40,8 @@ class Subject:
         Replace the given tensors by others, in arguments and in keywords.
     seed
         Seed of the random numbers.
+    buffers
+        Those of a module. They are restored before every call of it, not after it: its backward may need their values.
     """
 
     called: Callable[..., Any]
@@ -49,6 +51,7 @@ class Subject:
     parameters: tuple[Tensor, ...]
     rebuilds: tuple[Rebuild | None, ...]
     seed: int
+    buffers: Buffers | None
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -73,9 +76,11 @@ class Subject:
             of_arguments, of_keywords = self.rebuilds
             arguments = self.arguments if of_arguments is None else of_arguments(own)
             keywords = self.keywords if of_keywords is None else of_keywords(own)
+            if self.buffers is not None:
+                self.buffers.restore()
             if not self.parameters:
                 return called(*arguments, **keywords)
-            with Call(called, arguments, keywords, "parameters") as call:
+            with Call(called, arguments, keywords, "parameters", restores_buffers=False) as call:
                 return call(*tensors[count:])
 
         return func
@@ -207,10 +212,11 @@ def subject_of(func: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any],
     given = tuple(tensor for _, tensor in found)
     names = tuple(name for name, _ in found)
     parameters: tuple[Tensor, ...] = ()
+    buffers: Buffers | None = None
     if isinstance(func, Module):
-        with Call(func, (), {}, "parameters") as call:
-            parameters, names = call.tensors, names + call.names
+        call, buffers = Call(func, (), {}, "parameters", restores_buffers=False), Buffers(func)
+        parameters, names = call.tensors, names + call.names
     if not any(tensor.requires_grad for tensor in given + parameters):
         raise ValueError("check_variants needs a tensor with requires_grad=True among inputs, but there is none.")
     differentiable_inputs(given + parameters, names, warn_of_precision=False)
-    return Subject(func, arguments, keywords, given, parameters, rebuilds, seed)
+    return Subject(func, arguments, keywords, given, parameters, rebuilds, seed, buffers)

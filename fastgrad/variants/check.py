@@ -109,8 +109,7 @@ def check_variants(
         if begin - start > seconds:
             rows.append(VariantRow(variant.family, variant.name, "not run", f"{seconds:g} s have elapsed", 0.0))
             continue
-        # The saved state includes the buffers of modules.
-        with SavedState(func, subject.inputs), state.restored_modes(func), warnings.catch_warnings():
+        with SavedState(func, subject.inputs), state.restored_module(subject), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = _outcome(variant, subject, {**keywords, "seed": seed})
         took = time.perf_counter() - begin

@@ -101,14 +101,17 @@ def _other_mode(subject: Subject) -> Case:
 
 
 @contextmanager
-def restored_modes(func: Callable[..., Any]) -> Iterator[None]:
-    """A context at whose end the modules in func are in the mode, train or eval, that they have now."""
-    modes = {each: each.training for each in func.modules()} if isinstance(func, Module) else {}
+def restored_module(subject: Subject) -> Iterator[None]:
+    """A context at whose end a module has the buffers, and its modules the mode (train or eval), that they have now."""
+    module = subject.called
+    modes = {each: each.training for each in module.modules()} if isinstance(module, Module) else {}
     try:
         yield
     finally:
         for each, training in modes.items():
             each.training = training
+        if subject.buffers is not None:
+            subject.buffers.restore(thoroughly=True)
 
 
 VARIANTS = (

@@ -476,6 +476,40 @@ def test_disabled_gradients_accuse_nobody(mode: Any) -> None:
         fastgrad.check_variants(torch.sin, inputs)
 
 
+class Scaled(torch.nn.Module):
+    """A module without parameters that writes to its buffer in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(0.99).add_(0.5)
+        return x.sin() * self.scale.clone()
+
+
+@pytest.mark.parametrize("make", [Scaled, lambda: torch.nn.Sequential(Scaled(), torch.nn.Linear(3, 2).double())])
+def test_every_call_of_a_module_begins_with_its_buffers(make: Any) -> None:
+    report = fastgrad.check_variants(make(), matrix())
+    assert [row.path for row in report.failed] == ["derivatives: torch.func.vjp"], report.failed
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Scaled,
+        lambda: torch.nn.BatchNorm1d(3, affine=False).double(),
+        lambda: torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 2).double()),
+    ],
+)
+def test_buffers_are_as_they_were(make: Any) -> None:
+    module = make()
+    before = {name: value.clone() for name, value in module.named_buffers()}
+    assert before
+    fastgrad.check_variants(module, matrix(), only=["state", "derivatives"])
+    assert all(torch.equal(value, before[name]) for name, value in module.named_buffers())
+
+
 def test_modules_are_as_they_were() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).double()
     module[1].eval()
