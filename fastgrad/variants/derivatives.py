@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import make_dual, unpack_dual
 
+from fastgrad.core import native
 from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant, as_given, tensors_of
 
 
@@ -19,11 +22,12 @@ def _reverse_over_forward(subject: Subject) -> Case:
     )
 
     def pushed(*arguments: Any) -> Any:
-        checked = tuple(arguments[i] for i in subject.checked)
-        func = subject.of_checked(arguments)
-        return torch.func.jvp(lambda *given: tensors_of(func(*given)), checked, tangents)[1]
+        pairs = zip(subject.checked, tangents, strict=True)
+        duals = (make_dual(arguments[i], tangent) for i, tangent in pairs)  # type: ignore[no-untyped-call]
+        results = map(unpack_dual, tensors_of(subject.of_checked(arguments)(*duals)))
+        return tuple(torch.zeros_like(one.primal) if one.tangent is None else one.tangent for one in results)
 
-    return Case(pushed, subject.inputs)
+    return Case(lambda *arguments: native.at_dual_level(partial(pushed, *arguments)), subject.inputs)
 
 
 def _by_func_vjp(subject: Subject) -> Case:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -386,6 +388,18 @@ def test_the_number_of_layouts_of_one_input_is_bounded() -> None:
     rows = fastgrad.check_variants(lambda *given: sum(given).sin(), inputs, only=["layouts"]).rows
     alone = {row.path.partition(", input ")[2] for row in rows} - {""}
     assert alone == {f"{i} alone" for i in range(MAX_ALONE)}
+
+
+def test_threads_take_turns_in_forward_mode() -> None:
+    only = ["derivatives: reverse over forward", "derivatives: forward mode"]
+
+    def verdicts(x: Tensor) -> list[str]:
+        return [fastgrad.check_variants(torch.sin, x, only=only).verdict for _ in range(20)]
+
+    with ThreadPoolExecutor(3) as threads:
+        found = [*threads.map(verdicts, [matrix(), matrix(), matrix()])]
+    assert found == 3 * [20 * ["passed"]]
+    assert forward_ad._current_level == -1
 
 
 @pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
