@@ -63,6 +63,11 @@ class Subject:
         return all(value.layout is torch.strided for value in self.inputs)
 
     @property
+    def has_16_bits(self) -> bool:
+        """Whether a checked input has a 16-bit dtype."""
+        return any(value.dtype.to_real().itemsize == 2 for value in self.inputs if value.requires_grad)
+
+    @property
     def func(self) -> Callable[..., Any]:
         """The caller's function, as a function of the inputs."""
         return self.flat(self.called)

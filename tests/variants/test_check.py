@@ -390,10 +390,19 @@ def test_the_number_of_layouts_of_one_input_is_bounded() -> None:
     assert alone == {f"{i} alone" for i in range(MAX_ALONE)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_forward_mode_in_16_bits_needs_eps(dtype: torch.dtype) -> None:
+    only = ["derivatives: forward mode", "derivatives: forward over reverse"]
+    x = matrix()[0].detach().to(dtype).requires_grad_()
+    assert {row.verdict for row in fastgrad.check_variants(torch.sin, x, only=only).rows} == {"not applicable"}
+    report = fastgrad.check_variants(lambda x: 3 * x, x, only=only[:1], eps=0.25, atol=0.1, rtol=0.1)
+    assert report.verdict == "passed"
+
+
 def test_threads_take_turns_in_forward_mode() -> None:
     only = ["derivatives: reverse over forward", "derivatives: forward mode"]
 
-    def verdicts(x: Tensor) -> list[str]:
+    def verdicts(x: Any) -> list[str]:
         return [fastgrad.check_variants(torch.sin, x, only=only).verdict for _ in range(20)]
 
     with ThreadPoolExecutor(3) as threads:
