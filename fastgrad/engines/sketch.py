@@ -316,16 +316,45 @@ def _absorbed_rows(
             quantum = torch.where(plus != minus, torch.minimum(quantum, last_digit(plus - minus)), quantum)
             size = torch.stack([size, plus.abs(), minus.abs()]).amax(0)
     absorbed = ~(quantum <= 2 * ROUNDING * problem.unit_roundoff * size)
-    return [int(row) for row in rows[absorbed | _are_smooth(problem, settings, first.directions, rows)]]
+    # At small steps, these outputs are constant: their derivatives are zero.
+    explained = first.derivatives.new_zeros(len(first.directions), rows.numel())
+    smooth = are_smooth(problem, settings, first.directions, rows, explained, settings.atol / 4)
+    return [int(row) for row in rows[absorbed | smooth]]
 
 
-def _are_smooth(problem: Problem, settings: Settings, directions: Tensor, rows: Tensor) -> Tensor:
-    """Whether no kinks near x explain the slopes of outputs that are constant at small steps: bool, shape (rows,)."""
-    base, (wide, narrow) = problem.base()[rows], SMOOTH_STEPS
+def are_smooth(
+    problem: Problem,
+    settings: Settings,
+    directions: Tensor,
+    rows: Tensor,
+    explained: Tensor,
+    least: float,
+    steps: tuple[float, float] = SMOOTH_STEPS,
+    share: float = KINK_SHARE / 2,
+) -> Tensor:
+    """Whether neither small steps nor kinks explain the slopes of outputs at large steps: bool, shape (rows,).
+
+    Parameters
+    ----------
+    directions
+        Float64, shape (directions, n).
+    rows
+        The numbers of the outputs: int64, shape (rows,).
+    explained
+        Their derivatives along the directions at small steps: float64, shape (directions, rows).
+    least
+        The largest slope that does not count.
+    steps
+        The two large steps, in units of eps; the larger one comes first.
+    share
+        How far, relative to a slope, those of both steps may be apart. A kink near x may change it by twice as much.
+    """
+    base, (wide, narrow) = problem.base()[rows], steps
     found = torch.zeros(3, len(directions), rows.numel(), dtype=torch.float64, device=base.device)
+    found[0] -= explained
     for vector, (slope, apart, change) in zip(directions, found.unbind(1), strict=True):
-        steps = (problem.both_sides(vector, factor * settings.eps) for factor in (wide, narrow))
-        for (plus, minus, large), (above, below, small) in zip(*steps, strict=True):
+        both = (problem.both_sides(vector, factor * settings.eps) for factor in steps)
+        for (plus, minus, large), (above, below, small) in zip(*both, strict=True):
             own = (above - below)[rows] / (2 * small)
             slope += own
             apart += own - (plus - minus)[rows] / (2 * large)
@@ -334,7 +363,7 @@ def _are_smooth(problem: Problem, settings: Settings, directions: Tensor, rows: 
             change += kink(outer, inner, wide / narrow, small)
     # The norms over all directions, because in one of them the bends of several kinks may cancel.
     slopes, apart, changes = torch.linalg.vector_norm(found, dim=1)
-    smooth: Tensor = (slopes > settings.atol / 4) & (apart <= slopes / 4) & (changes <= KINK_SHARE * slopes)
+    smooth: Tensor = (slopes > least) & (apart <= share * slopes) & (changes <= 2 * share * slopes)
     return smooth
 
 

@@ -1283,3 +1283,19 @@ def test_a_func_that_kinks_make_constant_at_small_steps(func: Func, fast_mode: b
     x = (1e-8 * matrix[0]).requires_grad_()
     assert fastgrad.check(func, x, fast_mode=fast_mode).verdict == "passed"
     assert fastgrad.check(lambda x: matrix @ func(x), x, fast_mode=fast_mode).verdict == "passed"
+
+
+@pytest.mark.parametrize(
+    "keywords", [{}, {"engine": "compressed"}, {"check_forward_ad": True, "check_backward_ad": False}]
+)
+@pytest.mark.parametrize(("n", "seed"), [(60, 6), (60, 14), (60, 35), (150, 10), (150, 12), (150, 35)])
+def test_an_entry_that_rounding_inside_func_hides_at_small_steps(n: int, seed: int, keywords: dict[str, Any]) -> None:
+    """The term of this entry is rounded to float32: differences at eps show it, and smaller ones show zero."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(n, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
+    row = torch.zeros(n, dtype=torch.float64).index_fill_(0, torch.tensor(seed % n), 1.0)
+
+    def func(a: Tensor, b: Tensor) -> Tensor:
+        return a - 2 * b + row * (1e-3 * b[(3 * seed + 1) % n].detach()).float().double()
+
+    assert fastgrad.check(func, (a, b), **keywords).verdict == "failed"
