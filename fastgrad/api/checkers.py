@@ -410,30 +410,52 @@ def check(
         **{"check_fwd_over_rev": check_fwd_over_rev, "check_rev_over_rev": check_rev_over_rev},
         **{"fast_mode": fast_mode, "masked": masked, "engine": engine, "seed": seed, "confidence": confidence},
     }
+    arguments = func, inputs, order, kwargs, wrt, keywords, reference, reference_device, precision
+    if group is None and checkpoint is None:
+        return _report_of_call(*_validated(*arguments))
+    return _in_parts(partial(_validated, *arguments), group, checkpoint)
+
+
+def _validated(
+    func: Callable[..., Any],
+    inputs: Any,
+    order: int,
+    kwargs: Mapping[str, Any] | None,
+    wrt: Wrt,
+    keywords: dict[str, Any],
+    reference: Any,
+    reference_device: Any,
+    precision: Precision,
+) -> tuple[Any, ...]:
+    """The arguments of `_report_of_call`, from those of `check`, which are validated."""
     _check_own_arguments(func, order, kwargs, wrt)
     _reject_keywords_of_the_other_order(order, keywords)
-    own = pop_per_input(keywords)
-    made = made_by(grad_outputs, gen_non_contig_grad_outputs) if order > 1 else None
+    own, grad_outputs = pop_per_input(keywords), keywords["grad_outputs"]
+    made = made_by(grad_outputs, keywords["gen_non_contig_grad_outputs"]) if order > 1 else None
     settings = with_precision(replace(settings_of(keywords, made), order=order), reference, reference_device, precision)
-    call = func, as_tuple(inputs), kwargs or {}, wrt, grad_outputs, settings, own, reference
-    return _report_of_call(*call) if group is None and checkpoint is None else _in_parts(call, group, checkpoint)
+    return func, as_tuple(inputs), kwargs or {}, wrt, grad_outputs, settings, own, reference
 
 
 def _in_parts(
-    call: tuple[Any, ...], group: torch.distributed.ProcessGroup | None, checkpoint: str | os.PathLike[str] | None
+    validated: Callable[[], tuple[Any, ...]],
+    group: torch.distributed.ProcessGroup | None,
+    checkpoint: str | os.PathLike[str] | None,
 ) -> Report:
-    """Like `_report_of_call(*call)`, on the ranks of a group or with a checkpoint."""
-    from fastgrad.sharding.check import in_parts  # imported here to keep `import fastgrad` fast
+    """Like `_report_of_call(*validated())`, on the ranks of a group or with a checkpoint."""
+    from fastgrad.sharding.check import Validated, in_parts  # imported here to keep `import fastgrad` fast
 
-    if not (checkpoint is None or isinstance(checkpoint, (str, os.PathLike))):
-        raise TypeError(f"checkpoint must be None or the path of a file, got {checkpoint!r}.")
+    def check() -> Validated:
+        if not (checkpoint is None or isinstance(checkpoint, (str, os.PathLike))):
+            raise TypeError(f"checkpoint must be None or the path of a file, got {checkpoint!r}.")
+        call = validated()
+        func, inputs, kwargs, wrt, grad_outputs, settings, own, reference = call
+        values = {"wrt": wrt, "grad_outputs": grad_outputs, "reference": reference}
+        values |= {f"inputs[{i}]": value for i, value in enumerate(inputs)}
+        values |= {f'kwargs["{name}"]': value for name, value in kwargs.items()}
+        values |= {f"{name} by input": given for name, given in own.items()}
+        return Validated(partial(_report_of_call, *call), func, values, settings)
 
-    func, inputs, kwargs, wrt, grad_outputs, settings, own, reference = call
-    values = {"wrt": wrt, "grad_outputs": grad_outputs, "reference": reference}
-    values |= {f"inputs[{i}]": value for i, value in enumerate(inputs)}
-    values |= {f'kwargs["{name}"]': value for name, value in kwargs.items()}
-    values |= {f"{name} by input": given for name, given in own.items()}
-    return in_parts(partial(_report_of_call, *call), func, values, settings, group, checkpoint)
+    return in_parts(check, group, checkpoint)
 
 
 def _report_of_call(

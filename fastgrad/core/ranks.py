@@ -86,8 +86,16 @@ def rank_failure(rank: int, error: BaseException) -> RankFailure:
 class Ranks:
     """The ranks of a group during one check."""
 
-    def __init__(self, group: dist.ProcessGroup, seconds: float, entry: str = "fastgrad.distributed.check") -> None:
-        """seconds: time limit of a call of func; entry: the name of the function that all ranks call."""
+    def __init__(self, group: object, seconds: float, entry: str = "fastgrad.distributed.check") -> None:
+        """seconds: time limit of a call of func; entry: the name of the function that all ranks call.
+
+        Raises unless this process belongs to the group.
+        """
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "group must be a process group that contains this process, for example "
+                f"torch.distributed.group.WORLD, got {group!r}."
+            )
         self._entry = entry
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self._seconds = seconds
@@ -130,11 +138,38 @@ class Ranks:
             if ended.wait(_HEARTBEAT_INTERVAL):
                 return
 
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """A context before `gather`: if it raises, `gather` raises a RankError with the reason on the other ranks.
+
+        All arguments are validated in this context. So every call takes part in `gather`, and the number of checks
+        stays equal on all ranks.
+        """
+        try:
+            yield
+        except Exception as error:
+            with suppress(RankError):  # the store may have ended
+                self._send(RankFailure(self.rank, text_of(error)))
+            raise
+
     def gather(self, value: Any) -> list[Any]:
         """Gathers one value per rank on all ranks at the beginning of a check, and returns them by rank."""
+        self._send(value)
+        found = [self._next(rank, f"did not call {self._entry}") for rank in range(self.count)]
+        for rank, (entry, _) in enumerate(found):
+            if entry != found[0][0]:
+                called = f"rank 0 called {found[0][0]}, and rank {rank} {entry}"
+                raise RankError(f"The calls of the ranks differ: {called}.")
+        values = [value for _, value in found]
+        rejected = [one for one in values if isinstance(one, RankFailure)]
+        if rejected:
+            raise RankError("; ".join(f"rank {one.rank} rejected its arguments: {one.text}" for one in rejected))
+        return values
+
+    def _send(self, value: Any) -> None:
+        """Sends this rank's value to the `gather` of all ranks."""
         for rank in range(self.count):
-            self._push(rank, value)
-        return [self._next(rank, f"did not call {self._entry}") for rank in range(self.count)]
+            self._push(rank, (self._entry, value))
 
     def order(self, values: Sequence[Any]) -> None:
         """Sends a request from rank 0 to each other rank; values: one request per rank."""

@@ -116,22 +116,27 @@ def check(
     ... ).passed
     True
     """
-    _reject(func, keywords)
-    arguments = as_tuple(inputs)
-    checked = _checked(arguments)
-    placed = _each("placements", placements, len(arguments)), _each("gradients", gradients, len(arguments))
-    spaces = [_space(f"input {i}", arguments[i], placed[0][i], placed[1][i]) for i in checked]
-    member = Member(func, arguments, checked)
-    ranks = Ranks(group or dist.distributed_c10d._get_default_group(), seconds)
-    call: dict[str, Any] = {
-        "function": function_name(func) or type(func).__name__,
-        "versions": (__version__, str(torch.__version__)),
-        "spaces": tuple(spaces),
-        "results": _result_spaces(outputs, output_gradients),
-        "keywords": repr(sorted(keywords.items())),
-    }
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fastgrad.distributed.check needs a process group: call torch.distributed.init_process_group first."
+        )
     random = RandomState()
+    ranks = Ranks(dist.distributed_c10d._get_default_group() if group is None else group, seconds)
     with ranks.within_time():
+        with ranks.validation():
+            _reject(func, keywords)
+            arguments = as_tuple(inputs)
+            checked = _checked(arguments)
+            placed = _each("placements", placements, len(arguments)), _each("gradients", gradients, len(arguments))
+            spaces = [_space(f"input {i}", arguments[i], placed[0][i], placed[1][i]) for i in checked]
+            call: dict[str, Any] = {
+                "function": function_name(func) or type(func).__name__,
+                "versions": (__version__, str(torch.__version__)),
+                "spaces": tuple(spaces),
+                "results": _result_spaces(outputs, output_gradients),
+                "keywords": repr(sorted(keywords.items())),
+            }
+            member = Member(func, arguments, checked)
         try:
             calls, parts = zip(*ranks.gather((call, member.parts())), strict=True)
             _reject_what_does_not_fit(calls, parts, checked)
@@ -154,10 +159,6 @@ def _reject(func: object, keywords: Mapping[str, Any]) -> None:
     unknown = sorted(set(keywords) & set(_NOT_HERE))
     if unknown:
         raise NotImplementedError(f"{', '.join(unknown)} cannot be passed to a check of a distributed function.")
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "fastgrad.distributed.check needs a process group: call torch.distributed.init_process_group first."
-        )
 
 
 def _checked(arguments: Sequence[Any]) -> list[int]:

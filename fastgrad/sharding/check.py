@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,11 +19,25 @@ from fastgrad.sharding.problem import Partition
 from fastgrad.sharding.workers import Workers
 
 
+class Validated(NamedTuple):
+    """A check whose arguments are valid.
+
+    Attributes
+    ----------
+    run
+        Runs the check.
+    func, values, settings
+        Its arguments; values by their names in messages.
+    """
+
+    run: Callable[[Partition], Report]
+    func: Callable[..., Any]
+    values: Mapping[str, Any]
+    settings: Settings
+
+
 def in_parts(
-    run: Callable[[Partition], Report],
-    func: Callable[..., Any],
-    values: Mapping[str, Any],
-    settings: Settings,
+    validated: Callable[[], Validated],
     group: torch.distributed.ProcessGroup | None,
     checkpoint: str | os.PathLike[str] | None,
 ) -> Report:
@@ -31,10 +45,8 @@ def in_parts(
 
     Parameters
     ----------
-    run
-        Runs the check.
-    func, values, settings
-        Its arguments; values by their names in messages.
+    validated
+        Validates the arguments of the check; if it raises on a rank, all ranks raise.
     group
         As in `fastgrad.check`.
     checkpoint
@@ -43,7 +55,9 @@ def in_parts(
     random = RandomState()
     with nullcontext() if group is None else Workers(group) as workers:
         try:
-            call = described(func, values, settings)
+            with nullcontext() if workers is None else workers.validation():
+                run, func, values, settings = validated()
+                call = described(func, values, settings)
             if workers is not None:
                 should_be = "fastgrad.check with the same func, values and keywords"
                 reject_differences(workers.gather(call), should_be)

@@ -100,12 +100,6 @@ class Workers(Ranks):
     """
 
     def __init__(self, group: object) -> None:
-        """Raises unless this process belongs to the group."""
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                "group must be a process group that contains this process, for example "
-                f"torch.distributed.group.WORLD, got {group!r}."
-            )
         super().__init__(group, _START_SECONDS, "fastgrad.check")
         self.problem: Worker | None = None
         self._numbers = itertools.count()
