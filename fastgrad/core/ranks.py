@@ -98,7 +98,6 @@ class Ranks:
             )
         self._entry = entry
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
-        self._seconds = seconds
         _checks[group.group_name] += 1
         self._prefix = f"fastgrad/{_checks[group.group_name]}"
         self._timeout = _TIMEOUT_FACTOR * seconds
@@ -111,11 +110,17 @@ class Ranks:
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
 
+    def set_limit(self, seconds: float) -> None:
+        """Sets the time limit of a call of func, and of waiting in a collective of the group."""
+        self._timeout = _TIMEOUT_FACTOR * seconds
+        for store in (self._store, self._alive):
+            store.set_timeout(timedelta(seconds=self._timeout))
+        torch_private.set_timeout(self._group, timedelta(seconds=seconds))
+
     @contextmanager
-    def within_time(self) -> Iterator[None]:
-        """A context in which collectives of the group wait for at most `seconds`, and rank 0 sends heartbeats."""
+    def during_check(self) -> Iterator[None]:
+        """A context in which rank 0 sends heartbeats; on leaving it, the timeout of the group is as before."""
         before = torch_private.timeout_of(self._group)
-        torch_private.set_timeout(self._group, timedelta(seconds=self._seconds))
         ended = threading.Event()
         beating = threading.Thread(target=self._beat, args=(ended,), daemon=True)
         if self.rank == 0:

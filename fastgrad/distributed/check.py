@@ -31,8 +31,15 @@ from fastgrad.distributed.session import Member, Session, follow, whole_function
 from fastgrad.problem.arguments import as_tuple, check_callable
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.signature import function_name
+from fastgrad.problem.validation import as_float
 from fastgrad.report.report import Report
 from fastgrad.sharding.calls import reject_differences
+
+_SECONDS = 5.0
+"""Default of `seconds`."""
+
+_SHORTEST, _LONGEST = 1e-3, 1e9
+"""Limits of `seconds`: process groups count whole milliseconds, and the store nanoseconds in 64 bits."""
 
 _NOT_HERE = (
     *("check_forward_ad", "check_batched_grad", "check_batched_forward_grad", "check_fwd_over_rev", "kwargs", "wrt"),
@@ -51,7 +58,7 @@ def check(
     gradients: Sequence[Placement | None] | None = None,
     output_gradients: Sequence[Placement | None] | None = None,
     group: dist.ProcessGroup | None = None,
-    seconds: float = 5.0,
+    seconds: float = _SECONDS,
     **keywords: Any,
 ) -> Report:
     """Checks the gradients of a function whose tensors are distributed over the ranks of a process group.
@@ -85,7 +92,7 @@ def check(
     group
         Process group; by default all ranks.
     seconds
-        Time limit of a call of func or of backward, and of waiting in a collective.
+        Time limit of a call of func or of backward, and of waiting in a collective; at least 0.001.
     keywords
         Keywords of `fastgrad.check`: order, fast_mode, eps, atol, rtol, nondet_tol, engine, seed and so on.
 
@@ -121,9 +128,10 @@ def check(
             "fastgrad.distributed.check needs a process group: call torch.distributed.init_process_group first."
         )
     random = RandomState()
-    ranks = Ranks(dist.distributed_c10d._get_default_group() if group is None else group, seconds)
-    with ranks.within_time():
+    ranks = Ranks(dist.distributed_c10d._get_default_group() if group is None else group, _SECONDS)
+    with ranks.during_check():
         with ranks.validation():
+            ranks.set_limit(_limit(seconds))
             _reject(func, keywords)
             arguments = as_tuple(inputs)
             checked = _checked(arguments)
@@ -152,6 +160,14 @@ def check(
         finally:
             member.restore()
             random.restore()
+
+
+def _limit(seconds: object) -> float:
+    """The value of `seconds`; raises unless it is a time limit that process groups take."""
+    number = as_float("seconds", seconds, zero=False)
+    if not _SHORTEST <= number <= _LONGEST:
+        raise ValueError(f"seconds must be between {_SHORTEST:g} and {_LONGEST:g}, got {seconds!r}.")
+    return number
 
 
 def _reject(func: object, keywords: Mapping[str, Any]) -> None:

@@ -45,6 +45,8 @@ def rejected(x: Tensor, rank: int) -> dict[str, Call]:
     keywords = {
         "placement on 1": (one, 1, {"placements": ["x"]}),
         "func on 1": (one, 1, {"func": 3}),
+        "seconds on 1": (one, 1, {"seconds": -1.0}),
+        "seconds on 0": (one, 0, {"seconds": float("nan")}),
         "outputs on 0": (one, 0, {"outputs": "x"}),
         "keyword on 0": (one, 0, {"check_forward_ad": True}),
         "eps on 1": (first, 1, {"eps": -1.0}),
@@ -52,7 +54,12 @@ def rejected(x: Tensor, rank: int) -> dict[str, Call]:
         "checkpoint on 1": (first, 1, {"checkpoint": 3}),
     }
     calls = {name: partial(call, **given if rank == where else {}) for name, (call, where, given) in keywords.items()}
-    return {**calls, "placement on both": partial(one, placements=[3]), "entry on 1": first if rank else one}
+    return {
+        **calls,
+        "seconds on both": partial(one, seconds=0.0),
+        "large seconds on both": partial(one, seconds=1e12),
+        "entry on 1": first if rank else one,
+    }
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ PROMPT = 5.0
 REJECTED = {
     "placement on 1": "TypeError: input 0 needs a placement (Shard(dim), Replicate() or Partial()), got 'x'.",
     "func on 1": "TypeError: func must be callable, got int.",
+    "seconds on 1": "ValueError: seconds must be positive and finite, got -1.0.",
+    "seconds on 0": "ValueError: seconds must be positive and finite, got nan.",
     "outputs on 0": "TypeError: result 0 needs a placement (Shard(dim), Replicate() or Partial()), got 'x'.",
     "keyword on 0": "NotImplementedError: check_forward_ad cannot be passed to a check of a distributed function.",
     "eps on 1": "ValueError: eps must be positive and finite, got -1.0.",
@@ -24,6 +26,11 @@ REJECTED = {
     "checkpoint on 1": "TypeError: checkpoint must be None or the path of a file, got 3.",
 }
 """What the rank in the name raises."""
+
+ON_BOTH = {
+    "seconds on both": "seconds must be positive and finite, got 0.0.",
+    "large seconds on both": "seconds must be between 0.001 and 1e+09, got 1000000000000.0.",
+}
 
 
 @functools.cache
@@ -49,9 +56,9 @@ def test_the_rank_raises_its_error_and_the_other_names_the_rank(name: str) -> No
     assert said()[name][1 - rank] == f"RankError: rank {rank} rejected its arguments: {error}"
 
 
-def test_an_argument_that_is_wrong_on_both() -> None:
-    error = REJECTED["placement on 1"].replace("'x'", "3")
-    assert said()["placement on both"] == [error] * 2
+@pytest.mark.parametrize(("name", "text"), ON_BOTH.items())
+def test_an_argument_that_is_wrong_on_both(name: str, text: str) -> None:
+    assert said()[name] == [f"ValueError: {text}"] * 2
 
 
 def test_calls_of_different_functions() -> None:
@@ -61,7 +68,7 @@ def test_calls_of_different_functions() -> None:
     assert said()["entry on 1"] == [text] * 2
 
 
-@pytest.mark.parametrize("name", [*REJECTED, "placement on both", "entry on 1"])
+@pytest.mark.parametrize("name", [*REJECTED, *ON_BOTH, "entry on 1"])
 def test_the_next_calls_are_right(name: str) -> None:
     assert said()[f"{name}, then wrong"] == ["failed"] * 2
     assert said()[f"{name}, then right"] == ["passed"] * 2
