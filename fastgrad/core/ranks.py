@@ -127,11 +127,11 @@ class Ranks:
             beating.start()
         try:
             yield
-            self.end_connections()
         finally:
             ended.set()
             if self.rank == 0:
                 beating.join()
+            self.end_connections()
             torch_private.set_timeout(self._group, before)
 
     def _beat(self, ended: threading.Event) -> None:

@@ -116,11 +116,10 @@ class Workers(Ranks):
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._ended.set()
         self._beating.join()
-        if error is None:
-            self.end_connections()
-            return
-        with suppress(RuntimeError):  # the store may have ended
-            self._announce(error)
+        if error is not None:
+            with suppress(RuntimeError):  # the store may have ended
+                self._announce(error)
+        self.end_connections()
 
     @property
     def leads(self) -> bool:

@@ -173,6 +173,21 @@ def test_what_func_raises_is_a_rank_error() -> None:
     assert torch.equal(x, leaf(2, 3))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_check_that_raises_keeps_its_connections(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(func: Any) -> fastgrad.Report:
+        if shared:
+            return fastgrad.check(func, leaf(3), group=dist.group.WORLD)
+        return fastgrad.distributed.check(func, (leaf(3),), placements=[Shard(0)], outputs=Shard(0))
+
+    check(torch.sin)
+    monkeypatch.setattr("fastgrad.core.torch_private.store_of", None)  # a new connection would call it
+    for func, error in ((3, TypeError), (lambda x: x / (1 // 0), (RankError, ZeroDivisionError))):
+        with pytest.raises(error):
+            check(func)
+    assert check(torch.sin).verdict == "passed"
+
+
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
 def test_a_wrong_complex_gradient_has_a_place(placement: Any) -> None:
     x = torch.complex(leaf(3).detach(), leaf(3).detach()).requires_grad_()
