@@ -254,9 +254,7 @@ def _reject_what_does_not_fit(
     if not spaces:
         raise ValueError("fastgrad.distributed.check needs an input with requires_grad=True, but there is none.")
     for i, space, parts in zip(checked, spaces, zip(*parts_of_ranks, strict=True), strict=True):
-        why = mismatch(space.placement, [part.shape for part in parts])
-        if not why and len({part.dtype for part in parts}) > 1:
-            why = f"has different dtypes on the ranks: {', '.join(str(part.dtype) for part in parts)}"
+        why = mismatch(space.placement, parts)
         if why:
             raise ValueError(f"input {i} {why}.")
         apart = difference(parts, space.placement)

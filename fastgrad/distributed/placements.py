@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fastgrad.core.precision import ROUNDING, spacing
 from fastgrad.core.tensors import near
+from fastgrad.report.number_text import count
 
 Placement = Shard | Replicate | Partial
 
@@ -96,18 +97,28 @@ def held_by(placement: Shard, parts: Sequence[torch.Size], index: Sequence[int])
     raise IndexError(f"index {list(index)} is outside all parts; their shapes: {[list(shape) for shape in parts]}")
 
 
-def mismatch(placement: Placement, shapes: Sequence[torch.Size]) -> str:
-    """The reason why parts of these shapes do not form a tensor; empty if they do."""
+def mismatch(placement: Placement, parts: Sequence[Tensor]) -> str:
+    """The reason why parts do not form a tensor; empty if they do."""
+    shapes, others = [part.shape for part in parts], "shapes"
     if isinstance(placement, Shard):
-        if not 0 <= placement.dim < min(len(shape) for shape in shapes):
-            return f"is {placement}, but has {len(shapes[0])} dimension{'' if len(shapes[0]) == 1 else 's'} on rank 0"
-        others = {(*shape[: placement.dim], *shape[placement.dim + 1 :]) for shape in shapes}
-        return "" if len(others) == 1 else f"is {placement}, but its other dimensions differ: {_listed(shapes)}"
-    return "" if len(set(shapes)) == 1 else f"is {placement}, but its shapes differ: {_listed(shapes)}"
+        needed = placement.dim + 1 if placement.dim >= 0 else -placement.dim  # negative: counted from the last
+        fewest, rank = min((part.ndim, rank) for rank, part in enumerate(parts))
+        if fewest < needed:
+            needs = f"needs at least {count(needed, 'dimension')}"
+            return f"is {placement}, which {needs}, but has {count(fewest, 'dimension')} on rank {rank}"
+        shapes, others = [_without(shape, placement.dim) for shape in shapes], "other dimensions"
+    if len(set(shapes)) > 1:
+        listed = ", ".join(f"{list(part.shape)} on rank {rank}" for rank, part in enumerate(parts))
+        return f"is {placement}, but its {others} differ: {listed}"
+    if len({part.dtype for part in parts}) > 1:
+        return f"has different dtypes on the ranks: {', '.join(str(part.dtype) for part in parts)}"
+    return ""
 
 
-def _listed(shapes: Sequence[torch.Size]) -> str:
-    return ", ".join(f"{list(shape)} on rank {rank}" for rank, shape in enumerate(shapes))
+def _without(shape: torch.Size, dimension: int) -> torch.Size:
+    sizes = list(shape)
+    del sizes[dimension]
+    return torch.Size(sizes)
 
 
 @dataclass(frozen=True)

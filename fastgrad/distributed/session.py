@@ -22,6 +22,7 @@ from fastgrad.distributed.placements import (
     checked_placement,
     difference,
     dual,
+    mismatch,
     parts_of,
     whole_of,
 )
@@ -268,6 +269,10 @@ class Session:
         found, differentiable = _by_result(answers)
         outputs, self.is_single = self._placed(answers[0].spaces), answers[0].is_single
         like = [[part for part in result if part is not None] for result in found]
+        for k, (space, held) in enumerate(zip(outputs, like, strict=True)):
+            why = mismatch(space.placement, held)
+            if why:
+                raise ValueError(f"result {k} {why}.")
         self._note_differences([("output", k) for k in range(len(found))], found, outputs)
         return self._made(Graph(number, 0, self.inputs, outputs, self.base, like, found, differentiable), record)
 

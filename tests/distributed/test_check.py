@@ -39,7 +39,8 @@ def leaf(*shape: int) -> Tensor:
         ({"outputs": Replicate()}, TypeError, "input 0 needs a placement"),
         ({"placements": [Replicate()]}, ValueError, "outputs must name"),
         ({"placements": [Replicate()] * 2, "outputs": Replicate()}, ValueError, "placements must have one entry"),
-        ({"placements": [Shard(3)], "outputs": Replicate()}, ValueError, "has 2 dimensions"),
+        ({"placements": [Shard(3)], "outputs": Replicate()}, ValueError, "input 0 is S.3., which needs at least 4 dim"),
+        ({"placements": [Shard(0)], "outputs": Shard(2)}, ValueError, "result 0 is S.2., which needs at least 3 dim"),
         ({"placements": ["rows"], "outputs": Replicate()}, TypeError, "got 'rows'"),
         ({"placements": [Partial("max")], "outputs": Replicate()}, NotImplementedError, "sums are supported"),
         ({"placements": [Replicate()], "outputs": [Replicate()] * 2}, ValueError, r"got \[Replicate"),
@@ -88,6 +89,24 @@ def sharded(dims: int = 1) -> Tensor:
     mesh = init_device_mesh("cpu", (1,) * dims)
     placements = [Shard(0), *[Replicate()] * (dims - 1)]
     return DTensor.from_local(leaf(2, 3).detach(), mesh, placements).requires_grad_()
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"order": 2}])
+def test_dimensions_may_be_counted_from_the_last(keywords: dict[str, Any]) -> None:
+    def check(func: Any) -> fastgrad.Report:
+        return fastgrad.distributed.check(func, (leaf(2, 3),), placements=[Shard(-1)], outputs=Shard(-2), **keywords)
+
+    assert check(torch.sin).verdict == "passed"
+    wrong = check(lambda x: x * x.detach().sin())
+    assert wrong.verdict == "failed"
+    assert "order" in keywords or any("input 0, S(-1), is wrong on rank 0" in note for note in wrong.notes)
+
+
+def test_a_result_without_dimensions_cannot_be_sharded() -> None:
+    with pytest.raises(
+        ValueError, match=r"^result 0 is S\(0\), which needs at least 1 dimension, but has 0 dimensions"
+    ):
+        fastgrad.distributed.check(torch.sum, (leaf(3),), placements=[Shard(0)], outputs=Shard(0))
 
 
 @pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"order": 2}, {"placements": [Shard(0)]}])

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from fastgrad.distributed.placements import Placement, difference, held_by, mismatch, parts_of, whole_of
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(-1), Replicate(), Partial()])
 def test_parts_make_the_whole(placement: Placement) -> None:
     whole = torch.arange(12, dtype=torch.float64).view(3, 4)
     like = list(whole.tensor_split(3, placement.dim)) if isinstance(placement, Shard) else [torch.zeros(3, 4)] * 3
@@ -23,7 +23,7 @@ def test_parts_make_the_whole(placement: Placement) -> None:
 def test_an_element_is_held_by_one_rank() -> None:
     shapes = [torch.Size((2, 3)), torch.Size((2, 0)), torch.Size((2, 2))]
     assert held_by(Shard(1), shapes, [1, 2]) == (0, [1, 2])
-    assert held_by(Shard(1), shapes, [1, 4]) == (2, [1, 1])
+    assert held_by(Shard(1), shapes, [1, 4]) == held_by(Shard(-1), shapes, [1, 4]) == (2, [1, 1])
     with pytest.raises(IndexError, match=r"index \[0, 5\] is outside all parts"):
         held_by(Shard(1), shapes, [0, 5])
 
@@ -33,14 +33,23 @@ def test_an_element_is_held_by_one_rank() -> None:
     [
         (Shard(1), [(2, 3), (2, 5)], ""),
         (Shard(0), [(2, 3), (2, 5)], "other dimensions differ: [2, 3] on rank 0, [2, 5] on rank 1"),
-        (Shard(2), [(2, 3), (2, 3)], "has 2 dimensions on rank 0"),
+        (Shard(-2), [(2, 3), (4, 3)], ""),
+        (Shard(-1), [(2, 3), (4, 3)], "other dimensions differ: [2, 3] on rank 0, [4, 3] on rank 1"),
+        (Shard(2), [(2, 3), (2, 3)], "is S(2), which needs at least 3 dimensions, but has 2 dimensions on rank 0"),
+        (Shard(-3), [(2, 3), (2, 3)], "is S(-3), which needs at least 3 dimensions, but has 2 dimensions on rank 0"),
+        (Shard(0), [(2,), ()], "is S(0), which needs at least 1 dimension, but has 0 dimensions on rank 1"),
         (Replicate(), [(2, 3), (2, 3)], ""),
         (Replicate(), [(2, 3), (3, 2)], "its shapes differ: [2, 3] on rank 0, [3, 2] on rank 1"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(placement: Placement, shapes: list[tuple[int, ...]], text: str) -> None:
-    found = mismatch(placement, [torch.Size(shape) for shape in shapes])
+    found = mismatch(placement, [torch.zeros(shape) for shape in shapes])
     assert (text in found) if text else not found
+
+
+def test_dtypes_that_differ_are_named() -> None:
+    text = "has different dtypes on the ranks: torch.float32, torch.float64"
+    assert mismatch(Replicate(), [torch.zeros(2), torch.zeros(2).double()]) == text
 
 
 def test_replicated_tensors_may_differ_by_rounding_only() -> None:
