@@ -261,7 +261,11 @@ class Session:
         self.differences: dict[tuple[str, int], Difference] = {}
 
     def call(self, values: Sequence[Tensor], record: bool) -> Graph:
-        """The results of func at whole inputs."""
+        """The results of func at whole inputs, which must have the dtypes of its inputs: ranks would round others."""
+        for k, (value, base) in enumerate(zip(values, self.base, strict=True)):
+            if value.dtype != base[0].dtype:
+                own = str(base[0].dtype).removeprefix("torch.")
+                raise TypeError(f"a distributed function runs only in the dtypes of its inputs: input {k} is {own}")
         inputs = zip(values, self.inputs, self.base, strict=True)
         parts = [parts_of(value.detach().cpu(), space.placement, base) for value, space, base in inputs]
         number, of_rank = next(self._numbers), list(zip(*parts, strict=True))

@@ -109,6 +109,20 @@ def test_a_result_without_dimensions_cannot_be_sharded() -> None:
         fastgrad.distributed.check(torch.sum, (leaf(3),), placements=[Shard(0)], outputs=Shard(0))
 
 
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"order": 2}])
+def test_lower_dtypes_are_compared_with_differences(keywords: dict[str, Any]) -> None:
+    x = leaf(2, 3).detach().float().requires_grad_()
+
+    def check(func: Any) -> fastgrad.Report:
+        return fastgrad.distributed.check(func, (x,), placements=[Shard(0)], outputs=Shard(0), **keywords)
+
+    report = check(torch.sin)
+    assert report.verdict == "passed"
+    text = "a distributed function runs only in the dtypes of its inputs: input 0 is float32"
+    assert [text in note for note in report.notes] == [True]
+    assert check(lambda x: x * x.detach().sin()).verdict == "failed"
+
+
 @pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"order": 2}, {"placements": [Shard(0)]}])
 def test_dtensors_bring_their_placements(keywords: dict[str, Any]) -> None:
     x = sharded()
