@@ -21,7 +21,7 @@ from fastgrad.distributed.placements import (
     Placement,
     Space,
     checked_mesh,
-    checked_placement,
+    checked_space,
     difference,
     dual,
     mismatch,
@@ -226,8 +226,7 @@ def _space(name: str, tensor: Tensor, placement: Any, gradient: Any) -> Space:
         placement = tensor.placements[0] if placement is None else placement
         if placement != tensor.placements[0] or gradient not in (None, dual(placement)):
             raise ValueError(f"{name} is a DTensor with the placement {tensor.placements[0]}: pass no other placement.")
-    of_gradient = dual(placement) if gradient is None else gradient
-    return Space(checked_placement(name, placement), checked_placement(name, of_gradient), isinstance(tensor, DTensor))
+    return checked_space(name, placement, gradient, isinstance(tensor, DTensor))
 
 
 def _result_spaces(outputs: Any, gradients: Any) -> tuple[Space, ...] | None:
@@ -236,13 +235,7 @@ def _result_spaces(outputs: Any, gradients: Any) -> tuple[Space, ...] | None:
         return None
     found = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     own = _each("output_gradients", gradients, len(found))
-    return tuple(
-        Space(
-            checked_placement(f"result {k}", one),
-            checked_placement(f"the gradient of result {k}", gradient or dual(one)),
-        )
-        for k, (one, gradient) in enumerate(zip(found, own, strict=True))
-    )
+    return tuple(checked_space(f"result {k}", *both) for k, both in enumerate(zip(found, own, strict=True)))
 
 
 def _reject_what_does_not_fit(

@@ -57,6 +57,19 @@ class Space:
         return Space(self.gradient, second, self.is_dtensor)
 
 
+def checked_space(name: str, placement: Any, gradient: Any, is_dtensor: bool = False) -> Space:
+    """The placements of a tensor of this name and of its gradient, if they fit: both have parts of the same shapes.
+
+    gradient: None for the default.
+    """
+    own = checked_placement(name, placement)
+    of_gradient = checked_placement(f"the gradient of {name}", dual(own) if gradient is None else gradient)
+    if of_gradient != own and (isinstance(own, Shard) or isinstance(of_gradient, Shard)):
+        allowed = repr(own) if isinstance(own, Shard) else "Replicate() or Partial()"
+        raise ValueError(f"the gradient of {name} must be {allowed}, because {name} is {own!r}, got {of_gradient!r}.")
+    return Space(own, of_gradient, is_dtensor)
+
+
 def whole_of(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     """The whole tensor, from the parts of the ranks."""
     if isinstance(placement, Shard):

@@ -44,6 +44,21 @@ def leaf(*shape: int) -> Tensor:
         ({"placements": ["rows"], "outputs": Replicate()}, TypeError, "got 'rows'"),
         ({"placements": [Partial("max")], "outputs": Replicate()}, NotImplementedError, "sums are supported"),
         ({"placements": [Replicate()], "outputs": [Replicate()] * 2}, ValueError, r"got \[Replicate"),
+        (
+            {"placements": [Shard(0)], "outputs": Shard(0), "gradients": [Replicate()]},
+            ValueError,
+            r"the gradient of input 0 must be Shard\(dim=0\), because input 0 is Shard\(dim=0\), got Replicate\(\)",
+        ),
+        (
+            {"placements": [Partial()], "outputs": Partial(), "output_gradients": [Shard(1)]},
+            ValueError,
+            r"the gradient of result 0 must be Replicate\(\) or Partial\(\), because result 0 is Partial",
+        ),
+        (
+            {"placements": [Shard(0)], "outputs": Shard(0), "gradients": ["rows"]},
+            TypeError,
+            "the gradient of input 0 needs a placement",
+        ),
         ({"check_forward_ad": True}, NotImplementedError, "check_forward_ad"),
     ],
 )
