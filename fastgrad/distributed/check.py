@@ -140,6 +140,7 @@ def check(
             call: dict[str, Any] = {
                 "function": function_name(func) or type(func).__name__,
                 "versions": (__version__, str(torch.__version__)),
+                "the set of checked inputs": tuple(checked),
                 "spaces": tuple(spaces),
                 "results": _result_spaces(outputs, output_gradients),
                 "keywords": repr(sorted(keywords.items())),

@@ -39,6 +39,12 @@ def shared(x: Tensor, func: Any = torch.sin, **keywords: Any) -> fastgrad.Report
     return fastgrad.check(func, x, group=dist.group.WORLD, **keywords)
 
 
+def of_one_factor(x: Tensor, which: int) -> fastgrad.Report:
+    """A check of the derivative of a product with respect to one factor."""
+    factors = [x.detach().clone().requires_grad_(k == which) for k in range(2)]
+    return fastgrad.distributed.check(torch.mul, factors, placements=[Replicate()] * 2, outputs=Replicate())
+
+
 def rejected(x: Tensor, rank: int) -> dict[str, Call]:
     """Calls by name; only the rank in the name has a wrong argument."""
     one, first = partial(over_ranks, x), partial(shared, x)
@@ -59,6 +65,7 @@ def rejected(x: Tensor, rank: int) -> dict[str, Call]:
         "seconds on both": partial(one, seconds=0.0),
         "large seconds on both": partial(one, seconds=1e12),
         "entry on 1": first if rank else one,
+        "inputs on 1": partial(of_one_factor, x, rank),
     }
 
 
