@@ -104,9 +104,10 @@ def check(
     Raises
     ------
     RankError
-        A rank raised, exited, or did not answer in time; or the calls of the ranks differ.
+        A rank raised, exited, or did not answer in time; another rank rejected its arguments; or the calls of the
+        ranks differ.
     ValueError, TypeError, NotImplementedError
-        An argument cannot be checked, on any rank.
+        An argument of this rank, or the tensors of all ranks together, cannot be checked.
 
     Notes
     -----
