@@ -57,6 +57,26 @@ def is_dispatched_to_python(tensor: Tensor) -> bool:
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
 
+below_transforms: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableFuncTorch
+"""A context in which operators of plain tensors ignore active transforms of torch.func."""
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of torch.func is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor belongs to a transform of torch.func, so that it has no memory of its own."""
+
+
+def without_transforms(tensor: Tensor) -> Tensor:
+    """The tensor that has the memory: for a tensor of a transform, the one that it wraps."""
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def renew_weight_lists(module: torch.nn.Module) -> None:
     """Renews the lists of weights that a recurrent module keeps in addition to its parameters.
 

@@ -211,7 +211,8 @@ def hessian(
 
     def gradient_at(*arguments: Tensor) -> Tensors:
         with torch.enable_grad():
-            tracked = tuple(value.requires_grad_() for value in arguments)
+            # Within a transform of torch.func, `requires_grad_` raises.
+            tracked = tuple(value if value.requires_grad else value.requires_grad_() for value in arguments)
             output = scalar(func(*tracked), "hessian", strict)
             gradients: Sequence[Tensor | None] = [None] * len(tracked)
             if output.requires_grad:
@@ -267,6 +268,11 @@ def _check_options(name: str, options: _Options, strategy: str, numerical: bool,
         if not options.vectorize:
             raise NotImplementedError(
                 f"fastgrad.functional.{name}: forward mode is only implemented for `vectorize=True`."
+            )
+        if torch_private.transforms_are_active():
+            raise NotImplementedError(
+                f"fastgrad.functional.{name}: forward mode is not supported within a transform of torch.func: choose "
+                '"reverse-mode".'
             )
     if options.strict and options.vectorize:
         raise RuntimeError(
@@ -375,15 +381,17 @@ def _rows(outputs: Tensors, inputs: Tensors) -> Rows:
 def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows:
     """Yields rows for tensors of any kind; records them with create_graph; computes many at once with vectorize."""
     size = sum(value.numel() for value in inputs)
+    # Within a transform of torch.func, batched gradients are wrong: torch's vmap of VJPs knows no other transforms.
+    is_batched = options.vectorize and not torch_private.transforms_are_active()
     for o, output in enumerate(outputs):
         if not output.requires_grad:
             continue
-        step = max(1, BATCH_BYTES // (16 * max(1, output.numel() + size))) if options.vectorize else 1
+        step = max(1, BATCH_BYTES // (16 * max(1, output.numel() + size))) if is_batched else 1
         for first in range(0, output.numel(), step):
             count = min(step, output.numel() - first)
             seeds = torch.zeros(count, output.numel(), dtype=output.dtype, device=output.device)
             seeds.diagonal(first).fill_(1)
-            seeds = seeds.reshape((count, *output.shape) if options.vectorize else output.shape)
+            seeds = seeds.reshape((count, *output.shape) if is_batched else output.shape)
             found = torch.autograd.grad(
                 output,
                 inputs,
@@ -391,7 +399,7 @@ def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows
                 retain_graph=True,
                 create_graph=options.create_graph,
                 allow_unused=True,
-                is_grads_batched=options.vectorize,
+                is_grads_batched=is_batched,
             )
             for i, row in enumerate(found):
                 if options.strict and options.create_graph and not row.requires_grad:

@@ -35,7 +35,9 @@ class SavedState:
 
     def __init__(self, *values: Any) -> None:
         self._is_recording = torch.is_grad_enabled()
-        self._tensors = [native.KeptTensor.keep(tensor) or _KeptTensor(tensor) for tensor in _tensors_in(values, {})]
+        with torch_private.below_transforms():
+            tensors = map(torch_private.without_transforms, _tensors_in(values, {}))
+            self._tensors = [native.KeptTensor.keep(tensor) or _KeptTensor(tensor) for tensor in tensors]
 
     def __enter__(self) -> SavedState:
         return self
@@ -47,8 +49,9 @@ class SavedState:
         """Restores everything; may be called again, for example after an interrupted call."""
         if torch.is_grad_enabled() != self._is_recording:
             torch.set_grad_enabled(self._is_recording)
-        for kept in self._tensors:
-            kept.restore()
+        with torch_private.below_transforms():
+            for kept in self._tensors:
+                kept.restore()
 
 
 def restores_caller_state(entry: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -149,6 +149,8 @@ def _check_kind(value: Tensor, name: str, subject: str) -> None:
     """Raises unless the compiled module supports such a tensor; name, subject: its names in messages."""
     if value.is_nested:
         raise NotImplementedError(f"fastgrad does not support nested tensors, but {name} is one.")
+    if torch_private.is_transformed(value):
+        raise NotImplementedError(f"fastgrad does not support tensors of a torch.func transform, but {name} is one.")
     if value.is_meta:
         raise ValueError(f"{subject} is on the meta device: a gradient check needs values.")
     if value.dtype not in _SUPPORTED:

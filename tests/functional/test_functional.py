@@ -838,3 +838,46 @@ def test_forward_mode_makes_sparse_results() -> None:
     found = functional.jacobian(torch.sin, X, sparse=True, **keywords)
     assert found.layout is torch.sparse_coo
     assert_same(found.to_dense(), torchs.jacobian(torch.sin, X, **keywords), 1e-15)
+
+
+def gradients_of_two(func: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def mapped(x: Tensor) -> Tensor:
+        found: Tensor = torch.func.vmap(torch.func.grad(func))(torch.stack([x, 2 * x]))
+        return found
+
+    return mapped
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.hessian, gradients_of_two])
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_within_a_transform_of_torch_func(transform: Any, vectorize: bool) -> None:
+    def of_jacobian(module: Any, vectorize: bool = False) -> Callable[[Tensor], Tensor]:
+        return lambda x: module.jacobian(lambda x: x.sin() * x[0], x, create_graph=True, vectorize=vectorize).sum()
+
+    def of_hessian(module: Any, vectorize: bool = False) -> Callable[[Tensor], Tensor]:
+        return lambda x: module.hessian(pow_reducer, x, create_graph=True, vectorize=vectorize).sum()
+
+    for of in (of_jacobian, of_hessian):
+        # torch's own results with vectorize=True are unusable within a transform
+        assert_same(transform(of(functional, vectorize))(X), transform(of(torchs))(X))
+
+
+def test_forward_mode_within_a_transform_of_torch_func() -> None:
+    def forward(x: Tensor) -> Tensor:
+        found: Tensor = functional.jacobian(torch.sin, x, vectorize=True, strategy="forward-mode")
+        return found.sum()
+
+    with pytest.raises(NotImplementedError, match=r"forward mode is not supported within a transform of torch\.func"):
+        torch.func.grad(forward)(X)
+
+
+def test_a_tensor_of_a_transform_is_restored() -> None:
+    def changing(x: Tensor) -> Tensor:
+        alias, before = x.detach(), x.detach().clone()
+        jacobian: Tensor = functional.jacobian(lambda y: y * alias.mul_(2), x, create_graph=True)
+        assert torch.equal(x, before)
+        return jacobian.sum()
+
+    x = X.clone()
+    torch.func.grad(changing)(x)
+    assert torch.equal(x, X)
