@@ -241,8 +241,14 @@ def _primals(inputs: Tensors, create_graph: bool) -> Tensors:
     )
 
 
+def _strided(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
 def _zeros_for_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensors:
-    return tuple(torch.zeros_like(other) if each is None else each for each, other in zip(gradients, like, strict=True))
+    """The gradients as strided tensors; None means zeros."""
+    pairs = zip(gradients, like, strict=True)
+    return tuple(_strided(torch.zeros_like(other) if each is None else each) for each, other in pairs)
 
 
 def _check_options(name: str, options: _Options, strategy: str, numerical: bool, return_error: bool) -> bool:
@@ -409,7 +415,9 @@ def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows
                     )
             shapes = [(count, value.numel()) for value in inputs]
             rows = [
-                torch.zeros(shape, dtype=value.dtype, device=value.device) if row is None else row.reshape(shape)
+                torch.zeros(shape, dtype=value.dtype, device=value.device)
+                if row is None
+                else _strided(row).reshape(shape)
                 for row, value, shape in zip(found, inputs, shapes, strict=True)
             ]
             yield o, first, rows

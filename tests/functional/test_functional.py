@@ -881,3 +881,19 @@ def test_a_tensor_of_a_transform_is_restored() -> None:
     x = X.clone()
     torch.func.grad(changing)(x)
     assert torch.equal(x, X)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_in_a_sparse_layout(create_graph: bool) -> None:
+    def derivatives(sparse: bool) -> tuple[Tensor, ...]:
+        def func(weight: Tensor) -> Tensor:
+            return torch.nn.functional.embedding(torch.tensor([2, 0]), weight, sparse=sparse).pow(3) * scale
+
+        weight, scale = normal(3, 2), normal(2).requires_grad_()
+        jacobian: Tensor = functional.jacobian(func, weight, create_graph=create_graph)
+        hessian: Tensor = functional.hessian(lambda v: func(v).sum(), weight, create_graph=create_graph)
+        if not create_graph:
+            return jacobian, hessian
+        return jacobian, hessian, *torch.autograd.grad(jacobian.square().sum() + hessian.square().sum(), scale)
+
+    assert_same(derivatives(sparse=True), derivatives(sparse=False))
