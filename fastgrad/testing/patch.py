@@ -102,6 +102,8 @@ class Patch(AbstractContextManager[list[Check]]):
     def __call__(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         if not callable(function):
             raise TypeError(f"fastgrad.patch() as a decorator needs a function, got {function!r}.")
+        if isinstance(function, type):
+            raise TypeError(f"fastgrad.patch() cannot decorate a class: decorate its methods. Got {function!r}.")
         kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
         if any(is_kind(function) for is_kind in kinds):
             raise TypeError(
@@ -145,7 +147,8 @@ def patch(*, compare: bool = False) -> Patch:
         From a check, with compare=True: one checker passed, the other failed or raised. An AssertionError,
         for any value of raise_exception.
     TypeError
-        `compare` is not True or False, or the context decorates an async or generator function or no function.
+        `compare` is not True or False, or the context decorates anything but a function, or an async or generator
+        function.
 
     Notes
     -----

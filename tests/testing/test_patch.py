@@ -8,6 +8,7 @@ import inspect
 import pickle
 import sys
 import threading
+import unittest
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -150,6 +151,8 @@ def test_functions_whose_body_runs_after_the_call_are_not_decorated() -> None:
 def test_arguments_are_validated_before_anything_runs() -> None:
     with pytest.raises(TypeError, match=r"^fastgrad\.patch\(\) as a decorator needs a function, got 3\.$"):
         fastgrad.patch()(3)  # type: ignore[call-overload, type-var, arg-type]
+    with pytest.raises(TypeError, match=r"cannot decorate a class: decorate its methods\. Got <class .*TestCase"):
+        fastgrad.patch()(unittest.TestCase)
     with pytest.raises(TypeError, match=r"^compare must be True or False, got 'x'\.$"):
         fastgrad.patch(compare="x")  # type: ignore[arg-type]
 
