@@ -97,6 +97,8 @@ class Patch(AbstractContextManager[list[Check]]):
         return checks
 
     def __exit__(self, *error: Any) -> bool | None:
+        if not self._entered:
+            raise RuntimeError("fastgrad.patch() was left without being entered.")
         return self._entered.pop().__exit__(*error)
 
     def __call__(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -138,8 +140,8 @@ def patch(*, compare: bool = False) -> Patch:
     Returns
     -------
     context manager
-        Its value is the list of `Check`: the calls so far, in order. It is also a decorator of functions that are
-        neither async nor generators.
+        Its value is the list of `Check`: the calls so far, in order, without calls that a KeyboardInterrupt or
+        SystemExit ended. It is also a decorator of functions that are neither async nor generators.
 
     Raises
     ------

@@ -153,6 +153,8 @@ def test_arguments_are_validated_before_anything_runs() -> None:
         fastgrad.patch()(3)  # type: ignore[call-overload, type-var, arg-type]
     with pytest.raises(TypeError, match=r"cannot decorate a class: decorate its methods\. Got <class .*TestCase"):
         fastgrad.patch()(unittest.TestCase)
+    with pytest.raises(RuntimeError, match=r"^fastgrad\.patch\(\) was left without being entered\.$"):
+        fastgrad.patch().__exit__(None, None, None)
     with pytest.raises(TypeError, match=r"^compare must be True or False, got 'x'\.$"):
         fastgrad.patch(compare="x")  # type: ignore[arg-type]
 
