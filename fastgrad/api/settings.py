@@ -15,7 +15,7 @@ from fastgrad.core.errors import warn
 from fastgrad.core.precision import LOWER
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.signature import function_name
-from fastgrad.problem.validation import as_bool, as_float, as_seed, is_integer
+from fastgrad.problem.validation import as_bool, as_float, as_seed, is_integer, nearest_float
 from fastgrad.report.number_text import count
 from fastgrad.report.settings import UNNAMED, GradOutputs, Settings, Tolerances
 
@@ -90,7 +90,7 @@ def _new_settings(made: GradOutputs | None, *given: Any) -> Settings:
         raise ValueError("engine='sketch' needs fast_mode=True, because it compares sums of entries, not every entry.")
     if confidence is not None and not isinstance(confidence, Real):
         raise TypeError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
-    if confidence is not None and not 0 < float(confidence) < 1:
+    if confidence is not None and not 0 < nearest_float(confidence) < 1:
         raise ValueError(f"confidence must be None or between 0 and 1, got {confidence!r}.")
     if memory_limit is not None and not (is_integer(memory_limit) and memory_limit > 0):
         raise ValueError(f"memory_limit must be None or a positive number of bytes, got {memory_limit!r}.")

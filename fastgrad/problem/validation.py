@@ -42,13 +42,18 @@ def as_float(name: str, value: Any, zero: bool = True) -> float:
         value = value.item()  # torch's arithmetic also takes tensors of one number
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}.")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer
-        number = math.inf if value > 0 else -math.inf  # type: ignore[operator]
+    number = nearest_float(value)
     if not (number >= 0 if zero else 0 < number < math.inf):
         raise ValueError(f"{name} must be {'at least zero' if zero else 'positive and finite'}, got {value!r}.")
     return number
+
+
+def nearest_float(value: Real) -> float:
+    """The number as a float; infinite if it is beyond the range of floats."""
+    try:
+        return float(value)
+    except OverflowError:  # an integer
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
 def as_bool(name: str, value: Any) -> bool:

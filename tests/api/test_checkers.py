@@ -186,6 +186,9 @@ def test_engines_and_fast_mode() -> None:
         fastgrad.gradcheck(torch.sin, (x(),), fast_mode=True, confidence="high")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"confidence must be None or between 0 and 1, got 1"):
         fastgrad.gradcheck(torch.sin, (x(),), fast_mode=True, confidence=1)
+    for beyond_floats in (10**400, -(10**400)):
+        with pytest.raises(ValueError, match=r"^confidence must be None or between 0 and 1, got -?10+\.$"):
+            fastgrad.gradcheck(torch.sin, (x(),), fast_mode=True, confidence=beyond_floats)
     with pytest.raises(fastgrad.GradcheckError, match="engine     sketch"):
         fastgrad.gradcheck(lambda v: v.detach() * v, (x(),), fast_mode=True, engine="sketch")
     with pytest.raises(fastgrad.GradcheckError, match="engine     dense"):
