@@ -158,25 +158,33 @@ def _add_what_to_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as an HTML page")
+    parser.add_argument("--html", type=_file, metavar="FILE", help="write the report as an HTML page")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="show a progress bar (default: for long checks)"
     )
     parser.add_argument("--distributed", action="store_true", help="under torchrun: share the work among its processes")
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="FILE", help="save the state of a long check in FILE, and resume from it"
+        "--checkpoint", type=_file, metavar="FILE", help="save the state of a long check in FILE, and resume from it"
     )
     parser.add_argument("--traceback", action="store_true", help="print the traceback of an exception")
 
 
 def _number(text: str) -> tuple[str, float]:
     """Parses VALUE or INPUT=VALUE; the first element is "" for VALUE."""
-    name, _, value = text.rpartition("=")
+    name, equals, value = text.rpartition("=")
     try:
+        if equals and not name:
+            raise ValueError
         return name, float(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be VALUE or INPUT=VALUE with a number, got {text!r}") from None
+
+
+def _file(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must be the name of a file, got an empty name")
+    return Path(text)
 
 
 def _seed(text: str) -> int:

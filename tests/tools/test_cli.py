@@ -131,9 +131,17 @@ def test_tolerances_of_one_input(file: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_tolerance_that_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["check", "torch:sin", "-i", "float64[3]", "--atol", "inputs[0]=x"])
-    assert "--atol: must be VALUE or INPUT=VALUE with a number, got 'inputs[0]=x'" in capsys.readouterr().err
+    for text in ("inputs[0]=x", "=1"):
+        with pytest.raises(SystemExit):
+            cli.main(["check", "torch:sin", "-i", "float64[3]", "--atol", text])
+        assert f"--atol: must be VALUE or INPUT=VALUE with a number, got '{text}'" in capsys.readouterr().err
+
+
+def test_a_file_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--checkpoint", "--html"):
+        with pytest.raises(SystemExit):
+            cli.main(["check", "torch:sin", "-i", "float64[3]", f"{option}="])
+        assert f"{option}: must be the name of a file, got an empty name" in capsys.readouterr().err
 
 
 def test_derivatives_of_the_inputs_alone(file: str, capsys: pytest.CaptureFixture[str]) -> None:
