@@ -54,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if directory is not None:
             raise pytest.UsageError("--fastgrad-report needs --fastgrad.")
         return
+    if directory == "":
+        raise pytest.UsageError("--fastgrad-report must be the name of a directory, got an empty name.")
     try:
         from fastgrad.testing.pytest_plugin import Estimates, Session
     except ImportError as error:

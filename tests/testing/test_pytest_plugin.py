@@ -404,6 +404,9 @@ def test_usage(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     result.stderr.fnmatch_lines(
         ["*--fastgrad=estimate needs --fastgrad-report=DIR, to which it writes durations.json."]
     )
+    result = run(suite, "--fastgrad", "--fastgrad-report=")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--fastgrad-report must be the name of a directory, got an empty name."])
     (suite.path / "taken").write_text("a file")
     result = run(suite, "--fastgrad", "--fastgrad-report=taken/reports")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
