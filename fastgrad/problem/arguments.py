@@ -104,6 +104,19 @@ def check_callable(func: object) -> None:
         raise TypeError(f"func is the class {func.__name__}: pass {func.__name__}.apply instead.")
 
 
+class FlatFunction:
+    """A function of tensors in place of the caller's function.
+
+    input_names: the caller's names of these tensors, for messages.
+    """
+
+    def __init__(self, func: Callable[..., Any], name: str, input_names: tuple[str, ...]) -> None:
+        self._func, self.__name__, self.input_names = func, name, input_names
+
+    def __call__(self, *tensors: Any) -> Any:
+        return self._func(*tensors)
+
+
 class Call:
     """func(*inputs, **kwargs) as a function of the checked tensors: it takes tensors and returns a tuple of tensors.
 
@@ -144,6 +157,9 @@ class Call:
         if wrt != "parameters":
             named = ("inputs", self.inputs), ("kwargs", self.kwargs)
             self._rebuilds = [flatten(value, name, lambda tensor: tensor.requires_grad, found) for name, value in named]
+        if isinstance(func, FlatFunction):
+            pairs = zip(func.input_names, inputs, strict=True)
+            found = [(name, tensor) for name, tensor in pairs if tensor.requires_grad]
         if isinstance(func, torch.nn.Module):
             self._buffers = Buffers(func) if restores_buffers else None
             self._parameters = _checked_parameters(func) if wrt != "inputs" else []

@@ -36,6 +36,8 @@ class Subject:
         The caller's function and its arguments.
     given, parameters
         The tensors in arguments and keywords, nested or not, and the parameters of a module.
+    names
+        The names of the given tensors and of the parameters, as in reports of `fastgrad.check`.
     rebuilds
         Replace the given tensors by others, in arguments and in keywords.
     seed
@@ -49,6 +51,7 @@ class Subject:
     keywords: Mapping[str, Any]
     given: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...]
+    names: tuple[str, ...]
     rebuilds: tuple[Rebuild | None, ...]
     seed: int
     buffers: Buffers | None
@@ -224,4 +227,4 @@ def subject_of(func: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any],
     if not any(tensor.requires_grad for tensor in given + parameters):
         raise ValueError("check_variants needs a tensor with requires_grad=True among inputs, but there is none.")
     differentiable_inputs(given + parameters, names, warn_of_precision=False)
-    return Subject(func, arguments, keywords, given, parameters, rebuilds, seed, buffers)
+    return Subject(func, arguments, keywords, given, parameters, names, rebuilds, seed, buffers)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastgrad.api.checkers import check, default_keywords
 from fastgrad.api.settings import pop_per_input, settings_of, with_precision
 from fastgrad.core.errors import is_of_fastgrad
-from fastgrad.problem.arguments import flatten
+from fastgrad.problem.arguments import FlatFunction, flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
 from fastgrad.problem.validation import as_float, as_seed, check_kwargs, disabled_gradients
@@ -198,19 +198,19 @@ def _outcome(variant: Variant, subject: Subject, keywords: dict[str, Any]) -> Ou
 
 
 def _named(func: Callable[..., Any], subject: Subject, raised: list[Exception]) -> Callable[..., Any]:
-    """A function with the name of the caller's function, and with its parameters if these are the inputs.
+    """A function with the names of the caller's function and inputs, and with its parameters if these are the inputs.
 
     raised: gets the exceptions of func.
     """
 
-    def named(*arguments: Any) -> Any:
+    def called(*arguments: Any) -> Any:
         try:
             return func(*arguments)
         except Exception as error:
             raised.append(error)
             raise
 
-    named.__name__ = function_name(subject.called) or "<lambda>"
+    named = FlatFunction(called, function_name(subject.called) or "<lambda>", subject.names)
     if len(subject.arguments) == len(subject.inputs) and all(map(operator.is_, subject.arguments, subject.inputs)):
         named.__wrapped__ = subject.called  # type: ignore[attr-defined]
     return named

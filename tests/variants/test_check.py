@@ -616,3 +616,28 @@ def test_func_without_a_result_is_rejected() -> None:
 def test_tolerances_per_input_are_rejected(eps: Any) -> None:
     with pytest.raises(TypeError, match="eps must be one number"):
         fastgrad.check_variants(torch.sin, torch.randn(3, dtype=torch.float64, requires_grad=True), eps=eps)
+
+
+def test_inputs_have_the_names_of_check() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.rand(3, dtype=torch.float64))
+
+        def forward(self, x: dict[str, Tensor], mask: Tensor, scale: Tensor) -> Tensor:
+            return x["a"] * mask * self.weight * scale.detach()
+
+    arguments: dict[str, Any] = {
+        "inputs": ({"a": torch.rand(3, dtype=torch.float64, requires_grad=True)}, torch.ones(3, dtype=torch.float64)),
+        "kwargs": {"scale": torch.rand(3, dtype=torch.float64, requires_grad=True)},
+    }
+    names = 'inputs[0]["a"]', 'kwargs["scale"]', "module.weight"
+    expected = {
+        "points: as given": names,
+        "derivatives: input 3 alone": names[2:],
+        "derivatives: order 2": names,
+    }
+    rows = fastgrad.check_variants(Net(), **arguments, only=list(expected)).rows
+    assert {row.path: getattr(row.report, "input_names", ())[:3] for row in rows} == expected  # without grad_outputs
+    assert fastgrad.check(Net(), **arguments).input_names == names
+    assert rows[0].detail.startswith('Net: gradient of kwargs["scale"] (float64[3])')
