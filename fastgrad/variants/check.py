@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastgrad.api.checkers import check, default_keywords
 from fastgrad.api.settings import pop_per_input, settings_of, with_precision
+from fastgrad.core import native, torch_private
 from fastgrad.core.errors import is_of_fastgrad
 from fastgrad.problem.arguments import FlatFunction, flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
@@ -149,7 +150,20 @@ def _check_arguments(seconds: object, kwargs: object, keywords: dict[str, Any]) 
     disabled = disabled_gradients()
     if disabled is not None:
         raise ValueError(f"check_variants records gradients, but {disabled}.")
+    if _is_nested():
+        raise ValueError(
+            "check_variants cannot run within forward_ad.dual_level or a transform of torch.func, because it uses both."
+        )
     as_float("seconds", seconds)
+
+
+def _is_nested() -> bool:
+    """Whether a level of forward-mode AD or a transform of torch.func is active."""
+    try:
+        native.at_dual_level(lambda: None)  # waits until checks in other threads have left their level
+    except RuntimeError:
+        return True
+    return torch_private.transforms_are_active()
 
 
 def _chosen(among: list[Variant], only: Sequence[str] | None, compiled: bool) -> list[Variant]:

@@ -533,6 +533,31 @@ def test_buffers_are_as_they_were(make: Any) -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.named_buffers())
 
 
+def test_within_forward_mode_or_a_transform_no_variant_runs() -> None:
+    match = (
+        r"^check_variants cannot run within forward_ad\.dual_level or a transform of torch\.func, because it uses both"
+    )
+    (x,) = matrix()
+    calls = []
+
+    def func(x: Tensor) -> Tensor:
+        calls.append(x)
+        return x.sin()
+
+    def nested(y: Tensor) -> Tensor:
+        with pytest.raises(ValueError, match=match):
+            fastgrad.check_variants(func, x)
+        return y.sum()
+
+    with forward_ad.dual_level():
+        nested(x)
+    torch.func.grad(nested)(x.detach())
+    torch.func.jvp(nested, (x.detach(),), (x.detach(),))
+    torch.func.vmap(nested)(x.detach())
+    assert not calls
+    assert fastgrad.check_variants(func, x, only=["derivatives: forward mode"]).passed
+
+
 def test_modules_are_as_they_were() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).double()
     module[1].eval()
