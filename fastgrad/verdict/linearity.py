@@ -68,7 +68,7 @@ def linearity_certificate(claim: str, kinds: tuple[GradOutputKind, ...], bound: 
     names = ", ".join(kind.short for kind in kinds)
     return Certificate(
         claim,
-        f"v^T J, summed from the entries, compared with the VJP of v, for {len(kinds)} cotangents: {names}",
+        f"v^T J (sums of entries) compared with the VJP of v, for {len(kinds)} cotangents: {names}",
         bound,
     )
 
