@@ -21,7 +21,6 @@ from fastgrad.checks.small_calls import (
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_rows import rows_agree
 from fastgrad.checks.small_steps import (
-    NOISE_MARGIN,
     SMALLER_STEP,
     changing_steps_repeat,
     differences_by_step,
@@ -43,10 +42,6 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.linearity import one_sign_failure
 from fastgrad.verdict.repeated_calls import first_varying, repeated_calls_certificate
 from fastgrad.verdict.repeated_rows import allowed_movement
-
-SMALLER_MARGIN = 2 * NOISE_MARGIN
-"""Factor of the noise of differences at smaller steps, by which sums may be off there: elements of grad_outputs are up
-to 1.9."""
 
 EXPANDED_MARGIN = 256.0
 """Factor of the noise by which the sum for an expanded grad_output may be off if its VJP is that of a contiguous one.
@@ -107,7 +102,7 @@ def sums_agree(check: SmallCheck, weighted: bool = True) -> bool:
             if gradients is None:
                 return False
             done = made, gradients
-        if _agree(check, differences, *done, weight.numel() > 0) and _agree_at_smaller_steps(check, differences, *done):
+        if _agree(check, differences, *done, weight.numel() > 0):
             if not changing_steps_repeat(check, last_agrees=True):
                 return False
             if not check.noted(partial(earlier_vjps_repeat, check, made.of_all)):
@@ -293,24 +288,6 @@ def _agree(
     return all(residual <= most for residual, most in zip(residuals, allowed, strict=True)) and (
         is_quiet or _same_if_contiguous(check, made.vectors[expanded], gradients[expanded])
     )
-
-
-def _agree_at_smaller_steps(
-    check: SmallCheck, differences: Derivatives, made: ScreeningGradOutputs, gradients: Tensor
-) -> bool:
-    """Whether sums that agree at a large step also agree, up to noise, at smaller ones.
-
-    Terms of func that are curved on a scale shorter than the large step are averaged out there.
-    """
-    for _, _, smaller in check.steps:
-        if smaller.step >= differences.step or not smaller.measures_noise:
-            continue
-        noise = smaller.sizes[0] if smaller.sizes else math.inf
-        residuals = largest_residuals(made.vectors, smaller.derivatives, gradients, smaller.directions)
-        residuals[made.expanded] = 0.0  # the errors of many outputs may add up
-        if max(residuals) > sum_threshold(check.settings, smaller) + SMALLER_MARGIN * noise:
-            return False
-    return True
 
 
 def _same_if_contiguous(check: SmallCheck, vector: Tensor, gradient: Tensor) -> bool:
