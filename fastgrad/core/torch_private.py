@@ -8,6 +8,7 @@ import functools
 import importlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -256,20 +257,42 @@ def timeout_of(group: Any) -> timedelta:
     return cast("timedelta", group._get_backend(devices[0]).options._timeout)
 
 
+_FUNCTION: Any = torch.autograd.function._SingleLevelFunction
+"""The class whose `apply` all custom Functions call."""
+
+_ENTRIES: dict[int, Callable[..., Any]] = {}
+"""What `apply` calls instead, by thread."""
+
+_ENTRIES_LOCK = threading.Lock()
+
+
+def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    call = functools.partial(super(_FUNCTION, cls).apply, **kwargs)
+    entry = _ENTRIES.get(threading.get_ident())
+    return call(*args) if entry is None else entry(cls, call, args)
+
+
 @contextlib.contextmanager
 def functions_through(entry: Callable[..., Any]) -> Iterator[None]:
-    """A context in which `Function.apply` calls entry(cls, call, args), even if apply was looked up before."""
-    owner: Any = torch.autograd.function._SingleLevelFunction
+    """A context in which `Function.apply` calls entry(cls, call, args), even if apply was looked up before.
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(super(owner, cls).apply, **kwargs)
-        return entry(cls, call, args)
-
-    owner.apply = classmethod(apply)
+    Calls in other threads are not affected.
+    """
+    thread = threading.get_ident()
+    outer = _ENTRIES.get(thread)
     try:
+        with _ENTRIES_LOCK:
+            _ENTRIES[thread] = entry
+            _FUNCTION.apply = classmethod(_apply)
         yield
     finally:
-        del owner.apply
+        with _ENTRIES_LOCK:
+            if outer is None:
+                _ENTRIES.pop(thread, None)
+            else:
+                _ENTRIES[thread] = outer
+            if not _ENTRIES and "apply" in vars(_FUNCTION):
+                del _FUNCTION.apply
 
 
 def backward_hooks(owner: Any) -> list[dict[Any, Callable[..., Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,6 +35,9 @@ from fastgrad.report.settings import Settings
 
 DIRECTIONS = 2
 """Number of random directions of all parameters, for the end-to-end test."""
+
+_TURN = threading.RLock()
+"""Held during a check, which changes what all threads share: the default dtype, random states and methods of torch."""
 
 NOT_REPEATED = (
     "two calls of the model from the same state give different losses, so differences of the loss are not derivatives, "
@@ -100,9 +104,9 @@ def check_model(
     -----
     Parameters, buffers, gradients, hooks, the train or eval mode of every module and random states (also those of
     generators that are attributes of modules, or arguments) are restored afterwards. Other state of a module stays as
-    the last call left it. The Jacobian of an operator of torch is first tested by one number, v^T J u for random u and
-    v; a custom Function is always checked in fast mode. Unused results, for example the statistics of a norm, are not
-    checked.
+    the last call left it. Checks in several threads take turns. The Jacobian of an operator of torch is first tested by
+    one number, v^T J u for random u and v; a custom Function is always checked in fast mode. Unused results, for
+    example the statistics of a norm, are not checked.
 
     Examples
     --------
@@ -118,7 +122,7 @@ def check_model(
         {**default_keywords(), "eps": eps, "atol": atol, "rtol": rtol, "seed": seed, "fast_mode": True}
     )
     limit = free_bytes() // 4 if memory_limit is None else memory_limit
-    with Step(model, as_tuple(inputs), kwargs or {}, loss) as step:
+    with _TURN, Step(model, as_tuple(inputs), kwargs or {}, loss) as step:
         return _checked(step, settings, limit, start)
 
 

@@ -62,7 +62,8 @@ class HookWatch:
         register: Any = Tensor.register_hook
 
         def watched(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-            if hasattr(hook, "is_watched"):  # a mode that intercepts torch's functions calls this function twice
+            # A mode that intercepts torch's functions calls this function twice.
+            if hasattr(hook, "is_watched") or not self._places.is_own_thread():
                 return register(tensor, hook)
             site = self._places.site()
             own = "a tensor of " + (f"module {site.module}" if site.module else "the model")

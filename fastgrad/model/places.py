@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fastgrad.core.errors import PACKAGE
 from fastgrad.core.torch_private import hidden_from_dynamo
@@ -29,18 +33,34 @@ of the user: code in C++ would have no frame, and could not be distinguished."""
 
 
 class Places:
-    """Knows which modules of a model are running; `enter` and `leave` are hooks of all modules."""
+    """Knows which modules of a model are running in the thread that makes this object."""
 
     def __init__(self, model: Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._path: list[tuple[str, FrameType | None, bool]] = []  # name, caller's frame, grad mode
+        self._thread = get_ident()
 
-    def enter(self, module: Module, args: Any) -> None:
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """A context in which modules are noted that run."""
+        with (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ):
+            yield
+
+    def is_own_thread(self) -> bool:
+        """Whether the current thread is that of the model; hooks of all modules also run in other threads."""
+        return get_ident() == self._thread
+
+    def _enter(self, module: Module, args: Any) -> None:
+        if not self.is_own_thread():
+            return
         name = self._names.get(id(module), f"<{type(module).__name__}>")
         self._path.append((name, _user_frame(), torch.is_grad_enabled()))
 
-    def leave(self, module: Module, args: Any, output: Any) -> None:
-        if self._path:
+    def _leave(self, module: Module, args: Any, output: Any) -> None:
+        if self._path and self.is_own_thread():
             self._path.pop()
 
     def site(self) -> Site:

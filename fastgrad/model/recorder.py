@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fastgrad.core import torch_private
 from fastgrad.core.random import generators_of
@@ -171,8 +170,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
     def recording(self) -> Iterator[None]:
         """Records the forward pass that runs inside."""
         with (
-            register_module_forward_pre_hook(self.places.enter),
-            register_module_forward_hook(self.places.leave, always_call=True),
+            self.places.following(),
             torch_private.functions_through(self._apply),
             saved_tensors_hooks(self._pack, self.saved.unpack),
             self,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -995,3 +998,49 @@ def test_inputs_that_a_model_modifies_are_the_same_in_every_call(factor: str, dt
     assert torch.equal(x, before)
     assert x.is_leaf
     assert not x.requires_grad
+
+
+def test_threads_take_turns() -> None:
+    def verdicts(model: nn.Module, x: Tensor) -> list[str]:
+        return [check_model(model, x, lambda y: (y * torch.ones(4)).sum()).verdict for _ in range(5)]
+
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        found = Counter(verdict for some in threads.map(verdicts, models, torch.ones(3, 3, 4)) for verdict in some)
+    assert found == {"passed": 15}
+    assert torch.get_default_dtype() is torch.float32
+
+
+class NextToThread(nn.Module):
+    """A linear map, while another thread runs another module with a custom Function and a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        entered, leaves = threading.Event(), threading.Event()
+
+        def other(given: Tensor) -> Tensor:
+            y: Tensor = Affine.apply(given, torch.eye(4))
+            y.register_hook(lambda grad: 2 * grad)
+            entered.set()
+            assert leaves.wait(60)
+            return y
+
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(Calls(other), torch.ones(1, 4))
+            assert entered.wait(60)
+            y: Tensor = self.linear(x).sin()
+            leaves.set()
+            running.result().sum().backward()
+        return y
+
+
+def test_what_other_threads_run_is_not_recorded() -> None:
+    report = check_model(NextToThread(), torch.randn(8, 4), squared)
+    assert report.verdict == "passed", str(report)
+    assert not report.remarks
+    modules = {one.name: one.sites[0].module for one in report.operations}
+    assert modules["aten.sin"] == ""
+    assert "Affine" not in modules
