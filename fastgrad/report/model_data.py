@@ -177,5 +177,5 @@ class ModelReportData(EqualByContent):
     def to_dict(self) -> dict[str, Any]:
         """The report as numbers, strings, lists and dicts."""
         found = plain(self)
-        found["end_to_end"] |= {"verdict": self.end_to_end.verdict, "error": self.end_to_end.error}
+        found["end_to_end"] |= {"verdict": self.end_to_end.verdict, "error": plain(self.end_to_end.error)}
         return {"schema": SCHEMA, "verdict": self.verdict, "passed": self.passed, **found}

@@ -965,6 +965,7 @@ def test_a_loss_that_differs_from_call_to_call_is_undecided_for_this_reason() ->
 def test_a_loss_that_is_nan_is_said_to_be_nan() -> None:
     report = check_model(nn.Linear(4, 4), torch.randn(8, 4), lambda y: (y * float("nan")).mean())
     assert report.verdict == "failed"
+    assert json.loads(report.to_json())["end_to_end"]["error"] == "nan"
     assert not report.undecided
     model = nn.Linear(4, 4)
     nn.init.constant_(model.weight, float("nan"))
