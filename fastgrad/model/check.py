@@ -24,6 +24,7 @@ from fastgrad.core.memory import free_bytes
 from fastgrad.core.torch_private import hidden_from_dynamo
 from fastgrad.model.end_to_end import DirectionalComparison, LossDerivatives, enter_precise
 from fastgrad.model.loss_error import LossErrorExperiments, at, record
+from fastgrad.model.not_finite import find_not_finite
 from fastgrad.model.operations import AT_KINK, SCREEN_ERROR, check_operation
 from fastgrad.model.recorder import Recorder
 from fastgrad.model.step import Step
@@ -44,6 +45,9 @@ NOT_REPEATED = (
     "and the gradient of the loss was not compared with them"
 )
 """The reason why such an end-to-end test is undecided."""
+
+ONLY_FINITE = "operations whose inputs or results are not finite were not checked"
+"""The remark if the loss or its gradient is not finite."""
 
 MAX_OMITTED = 3
 """If nothing explains an error, up to this many operations that were not checked are named."""
@@ -133,24 +137,26 @@ def _checked(step: Step, settings: Settings, limit: int, start: float) -> ModelR
     before = time.perf_counter()
     first = step.loss()
     device = first.device
-    step.gradients(first)
-    del first
+    gradients = step.gradients(first)
     step_seconds = time.perf_counter() - before
+    not_finite = find_not_finite(step, first, gradients)
+    del first, gradients
     recorder = Recorder(step.model, step.parameters, limit, keeps_calls=True)
     record(step, recorder)
     step.reset()
     calls = list(recorder.calls.values())
-    operations = [check_operation(call, settings) for call in calls]
-    remarks = _remarks(recorder, step)
+    operations = [check_operation(call, settings, only_finite=not_finite is not None) for call in calls]
+    remarks = _remarks(recorder, step) + ([] if not_finite is None else [ONLY_FINITE])
     end_to_end, experiments = _whole(step, settings, limit, recorder, operations, remarks)
-    if end_to_end.verdict == "wrong" and not _any_wrong(operations):
+    if end_to_end.verdict == "wrong" and not_finite is None and not _any_wrong(operations):
         found = [check_operation(other, settings) for call in calls for other in call.others]
         operations += [one for one in found if one.verdict == "wrong"]
         if len(operations) == len(calls):
             end_to_end, experiments = _whole(step, settings, limit, recorder, operations, remarks, explains=True)
     operations.sort(key=_order)
     wrong = (one for one in operations if one.verdict == "wrong")
-    findings = [Finding("operation", one.detail, one.sites, one.name, (), one.error) for one in wrong]
+    findings = [] if not_finite is None else [not_finite]
+    findings += [Finding("operation", one.detail, one.sites, one.name, (), one.error) for one in wrong]
     findings += [_with_suspect(one, operations) for one in experiments.findings]
     if end_to_end.verdict != "wrong":
         remarks += _harmless(recorder, step, findings)

@@ -154,7 +154,7 @@ class LossErrorExperiments:
     def look_at_missing(self) -> None:
         """Reports whether the loss depends on parameters without a gradient and, if so, where their path ends."""
         missing = self.whole.missing()
-        if not missing:
+        if not missing or not math.isfinite(self.whole.loss):  # NaN does not show what it depends on
             return
         moving = [i for i in missing[:MAX_PARAMETERS] if self.whole.moves([i])] if self.whole.moves(missing) else []
         still = [self.step.names[i] for i in missing if i not in moving]

@@ -17,6 +17,7 @@ from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS, RandomSta
 from fastgrad.engines.sketch import directional_differences
 from fastgrad.lowprecision.reference import without_autocast
 from fastgrad.lowprecision.rounding import DOUBLE
+from fastgrad.model.not_finite import not_finite_values
 from fastgrad.model.recorder import Call, padding_row
 from fastgrad.model.step import as_double
 from fastgrad.problem.arguments import as_tuple
@@ -60,6 +61,10 @@ _VERDICTS: dict[str, OperationVerdict] = {"passed": "right", "failed": "wrong"}
 """The verdict on an operation, by that of its check in fast mode; for all other verdicts, it is undecided."""
 
 
+class _NotFiniteError(Exception):
+    """A result of an operation is not finite."""
+
+
 @dataclass
 class _Screen:
     error: float
@@ -71,20 +76,27 @@ class _Screen:
     vjps: int = 0
 
 
-def check_operation(call: Call, settings: Settings) -> Operation:
+def check_operation(call: Call, settings: Settings, only_finite: bool = False) -> Operation:
     """Checks one operation.
 
     An operator of torch is first tested by one number, v^T J u for random u and v. Custom Functions, and operators that
-    do not pass this test, are checked in fast mode.
+    do not pass this test, are checked in fast mode. With only_finite, the operation is not checked if its inputs or
+    results are not finite.
     """
     start = time.perf_counter()
     kinds = tuple(kind_of(tensor) for tensor in call.tensors)
-    operation = Operation(call.name, kinds, tuple(call.sites), call.count, "not checked", call.omitted)
-    for double in () if call.omitted else (True, False):
-        leaves, func = _replay(call, double)
+    omitted = call.omitted
+    if only_finite and any(not_finite_values(tensor) is not None for tensor in call.tensors):
+        omitted = omitted or "its inputs are not finite"
+    operation = Operation(call.name, kinds, tuple(call.sites), call.count, "not checked", omitted)
+    for double in () if omitted else (True, False):
+        leaves, func = _replay(call, double, only_finite)
         dtype = ", ".join(dict.fromkeys(str(leaf.dtype).removeprefix("torch.") for leaf in leaves))
         try:
             operation = _checked(replace(operation, detail="", dtype=dtype), call, func, leaves, settings)
+            break
+        except _NotFiniteError:
+            operation = replace(operation, detail="its results are not finite")
             break
         except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
             detail = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -233,8 +245,11 @@ def _product(left: Tensor, right: Tensor) -> tuple[float, float]:
     return float(torch.dot(a, b)), norms / math.sqrt(max(1, a.numel()))
 
 
-def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]:
-    """Leaves with the values of the tensors that require grad, and the operation as a function of them."""
+def _replay(call: Call, double: bool, only_finite: bool = False) -> tuple[list[Tensor], Callable[..., Any]]:
+    """Leaves with the values of the tensors that require grad, and the operation as a function of them.
+
+    With only_finite, the function raises `_NotFiniteError` if a result is not finite in the first call.
+    """
     values = [as_double(tensor.detach()) if double else tensor.detach() for tensor in call.tensors]
     own = {id(tensor): i for i, tensor in enumerate(call.tensors)}  # a tensor that is passed twice is one leaf
     leaves = {own[id(call.tensors[i])]: values[i].detach().clone().requires_grad_() for i in call.differentiable}
@@ -265,7 +280,10 @@ def _replay(call: Call, double: bool) -> tuple[list[Tensor], Callable[..., Any]]
             results = tuple(
                 one.detach() if isinstance(one, Tensor) and i not in call.used else one for i, one in enumerate(results)
             )
-        return tuple(_finite(one, i, unbounded) for i, one in enumerate(results))
+        results = tuple(_finite(one, i, unbounded) for i, one in enumerate(results))
+        if only_finite and any(mask is not None for mask in unbounded.values()):
+            raise _NotFiniteError
+        return results
 
     replayed.__name__ = replayed.__qualname__ = call.name.rpartition("::")[2]
     return list(leaves.values()), replayed

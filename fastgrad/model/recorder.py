@@ -261,15 +261,13 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
     def _apply(self, function: type, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a custom Function, and keeps the call."""
-        module = function.__module__
-        is_own = module == _OF_CUSTOM_OPERATOR or not module.startswith("torch.")
-        name = function.__name__.removeprefix("GeneratedBackwardFor_").removesuffix("_default")
+        is_own, name = is_own_function(function), function_name(function)
         tensors = torch_private.tensors_in(args)
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         kept = None
         if needs_grad and not self._inside and is_own and self._keeps_calls:
             kept = self._keep(name, function, (args, {}))
-        elif needs_grad and not self._inside and not is_own and module != "torch.nn.modules._functions":
+        elif needs_grad and not self._inside and not is_own and function.__module__ != "torch.nn.modules._functions":
             self.foreign.setdefault(name, self.places.site())
         mask, _ = self._look_up(tensors)
         versions = [torch_private.version_of(tensor) for tensor in tensors]
@@ -355,6 +353,16 @@ def _name_of(func: Any) -> str:
 def full_name(func: Any) -> str:
     """The name of an operator, with its overload if that is not the default."""
     return str(func).removesuffix(".default")
+
+
+def is_own_function(function: type) -> bool:
+    """Whether a custom Function is not one of torch's own, such as that of activation checkpointing."""
+    return function.__module__ == _OF_CUSTOM_OPERATOR or not function.__module__.startswith("torch.")
+
+
+def function_name(function: type) -> str:
+    """The name of a custom Function, or of the operator of `torch.library` for which torch has made it."""
+    return function.__name__.removeprefix("GeneratedBackwardFor_").removesuffix("_default")
 
 
 def _has_derivative(func: Any, outputs: Sequence[Tensor]) -> bool:

@@ -109,6 +109,14 @@ class Step:
         self._buffers.restore(thoroughly=True)
         self._written.restore()
 
+    def given(self) -> list[tuple[str, Tensor]]:
+        """The parameters, buffers and arguments of the model, and their names in texts."""
+        found: list[tuple[str, Tensor]] = [(f"parameter {name}", one) for name, one in self.model.named_parameters()]
+        found += [(f"buffer {name}", one) for name, one in self.model.named_buffers()]
+        flatten(self._inputs, "inputs", lambda tensor: True, found)
+        flatten(self._kwargs, "kwargs", lambda tensor: True, found)
+        return found
+
     def inside(self, around: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
         """A context in which each call of the model runs in a context that `around` makes."""
         return _swapped(self, "around", around)

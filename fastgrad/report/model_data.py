@@ -9,8 +9,9 @@ from fastgrad.report.data import Environment
 from fastgrad.report.json_form import SCHEMA, EqualByContent, plain
 from fastgrad.report.report import Report
 
-FindingKind = Literal["operation", "saved tensor", "detached", "hook", "end to end"]
-"""Where the cause of a finding lies; "end to end" stands for a wrong gradient that no operation explains."""
+FindingKind = Literal["operation", "saved tensor", "detached", "hook", "end to end", "not finite"]
+"""Where the cause of a finding lies; "end to end" stands for a wrong gradient that no operation explains, "not finite"
+for a loss or a gradient that is not finite."""
 
 OperationVerdict = Literal["right", "wrong", "undecided", "not checked"]
 """The verdict on one operation."""
@@ -79,7 +80,7 @@ class Operation(EqualByContent):
 
 @dataclass(frozen=True)
 class Finding:
-    """An error that differences have shown.
+    """An error that differences have shown, or where values that are not finite first appear.
 
     Attributes
     ----------
@@ -92,9 +93,10 @@ class Finding:
     operator
         The name of the operation, if the finding is about an operation.
     parameters
-        Parameters whose gradients are wrong, as far as examined.
+        Parameters whose gradients are wrong, as far as examined, or not finite.
     error
-        As `Operation.error`; as `EndToEnd.error` if the finding is not about an operation.
+        As `Operation.error`; as `EndToEnd.error` if the finding is not about an operation; None if it is about values
+        that are not finite.
     """
 
     kind: FindingKind
