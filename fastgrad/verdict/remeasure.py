@@ -339,8 +339,9 @@ def _numerical_issue(found: _Remeasured, worst: int) -> tuple[str, NumericalIssu
         )
     if not bool(found.converged[worst]):
         return (
-            "the numerical derivative did not converge over steps from 1e-2 down to rounding: func is not smooth "
-            "there, varies within much less than eps, or has values that are too large for differences of small steps",
+            "the numerical derivative did not converge over steps from 1e-2 down to the size of rounding: func is not "
+            "smooth there, varies within much less than eps, or is so large that rounding hides its changes over small "
+            "steps",
             "not converged",
         )
     if moved:
