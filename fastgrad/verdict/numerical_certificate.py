@@ -19,9 +19,10 @@ from torch import Tensor
 
 from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, largest
+from fastgrad.engines.bends import are_smooth
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import dense_is_small
-from fastgrad.engines.sketch import Differences, are_smooth, derivatives_vary, directional_differences
+from fastgrad.engines.sketch import Differences, derivatives_vary, directional_differences
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
@@ -70,7 +71,7 @@ SMALLER_STEPS, LARGER_STEPS = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**5, 2.0**12)
 """Further steps, in units of eps. If many coordinates move together, they may cross kinks that a single one does not
 cross; smaller steps may avoid this. For larger steps, rounding is relatively small."""
 
-SMOOTH_STEPS, SMOOTH_SHARE = ((2.0**5, 2.0**3), (2.0**6, 2.0**4), (2.0**8, 2.0**6)), 2.0**-4
+SMOOTH_PAIRS, SMOOTH_SHARE = ((2.0**5, 2.0**3), (2.0**6, 2.0**4), (2.0**8, 2.0**6)), 2.0**-4
 """Pairs of steps, in units of eps, at which an output has the same derivatives, up to this share, if kinks do not
 explain its error at a smaller step. Near ties make derivatives irregular: of 100,000 sorted values that are 10 eps
 apart, none has the same derivatives up to 0.09. Rounding to float32 changes them by up to 0.013."""
@@ -370,8 +371,8 @@ class NumericalCertificate:
         overruled = torch.stack([error.amin(0) for error in errors.values()]).any(0) & ~rows
         overruled = overruled if excluded is None else overruled & excluded[0]
         kinds = [self.values] if analytical is None else [self.values, analytical]
-        predicted = partial(_predicted, self._compression), differences.directions[:DIRECTIONS], kinds
-        rows |= _is_smooth(self._problem, self._settings, overruled, *predicted, self.asked * self._margin)
+        arguments = self._compression, overruled, differences.directions[:DIRECTIONS], kinds
+        rows |= _is_smooth(self._problem, self._settings, *arguments, self.asked * self._margin)
         rounding = OUTPUT_ROUNDING * self._problem.unit_roundoff / self._settings.eps * self._base.abs()
         self._jumps = bool((_is_jump(noises, rounding) & (known > self.asked)).any())
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
@@ -527,8 +528,8 @@ def _predicted(compression: Compression, direction: Tensor, entries: Tensor) -> 
 def _is_smooth(
     problem: Problem,
     settings: Settings,
+    compression: Compression,
     overruled: Tensor,
-    predict: Callable[[Tensor, Tensor], Tensor],
     directions: Tensor,
     kinds: list[Tensor],
     least: float,
@@ -541,11 +542,11 @@ def _is_smooth(
     kinds: numerical and, if they are known, analytical entries. least: the largest slope that does not count.
     """
     rows = overruled.nonzero().reshape(-1)
-    for steps in SMOOTH_STEPS:
-        for entries in kinds:
-            if rows.numel():
-                explained = torch.stack([predict(u, entries)[rows] for u in directions])
-                rows = rows[are_smooth(problem, settings, directions, rows, explained, least, steps, SMOOTH_SHARE)]
+    for entries in kinds if rows.numel() else ():
+        explained = torch.stack([_predicted(compression, u, entries) for u in directions])
+        for steps in SMOOTH_PAIRS:
+            where = directions, rows, explained[:, rows]
+            rows = rows[are_smooth(problem, settings, *where, least, steps, SMOOTH_SHARE)]
     return torch.zeros_like(overruled).index_fill_(0, rows, True)
 
 
