@@ -184,15 +184,20 @@ def table(result: dict[str, Any]) -> str:
     head = (
         f"The table lists the kernels for `float64`, as {result['compiler']} compiles them for sm_90 "
         f"(`python -m benchmarks.cuda_registers`). All {len(result['rows'])} kernels, including those for lower "
-        f'dtypes, spill {spilled} bytes of registers in total. "Instructions" counts the instructions in the inner '
-        'loop, in all its branches, per element; "of float64" counts those among them that compute in float64. "Bytes" '
-        "is the memory traffic per element. The last two columns are bandwidths relative to that of a copy: "
-        '"predicted" follows from the number of instructions and ignores latencies; "measured" is from an H200 '
-        "(`benchmarks/results/nvidia-h200.json`)."
+        f"dtypes, spill {spilled} bytes of registers in total."
+    )
+    columns = (
+        '"instructions": instructions per element in the inner loop, in all its branches;',
+        '"of float64": those among them that compute in float64;',
+        '"bytes": the memory traffic per element;',
+        '"predicted": the bandwidth relative to a copy that follows from the number of instructions, without latencies;',
+        '"measured": this bandwidth on an H200 (`benchmarks/results/nvidia-h200.json`).',
     )
     measured = {row["kernel"]: row["of_copy"] for row in json.loads(ON_A_DEVICE.read_text())["rows"] if "kernel" in row}
     lines = [
         *textwrap.wrap(head, 128),
+        "",
+        *(f"* {column}" for column in columns),
         "",
         "| kernel | registers | shared bytes | occupancy | instructions | of float64 | bytes | predicted | measured |",
         "| --- " * 9 + "|",
