@@ -324,8 +324,9 @@ HEAD = f"""# Comparison with other tools
 
 This page compares fastgrad with other gradient checkers: the cost of a check, and the errors that it finds. There are
 two kinds of tools: some compare every entry of the Jacobian, others compare one or a few numbers for all entries. In
-each column, the best result among tools of the same kind is bold. `make comparison` repeats the measurements and
-writes this page, the figures and `benchmarks/results/{NAME}.json`.
+each column, the best result among tools of the same kind is bold.
+
+`make comparison` repeats the measurements and writes this page and `benchmarks/results/{NAME}.json`.
 
 Each tool is used in its usual way on a function of one float64 vector, with its own step sizes. All tools use the
 tolerance |analytical - numerical| <= {ATOL:g} + {RTOL:g} |numerical|:
@@ -336,19 +337,24 @@ tolerance |analytical - numerical| <= {ATOL:g} + {RTOL:g} |numerical|:
 SPEED = """
 ## Time
 
-The time of one check of a right gradient: the median of rounds in which the tool and fastgrad take turns. A check of
-more than {quick:g} s is run once. Imports and jax's compilation at the first call of a size are not included.
+The time of one check of a right gradient, for n inputs: the median of rounds in which the tool and fastgrad take turns.
+A check of more than {quick:g} s is run once. Imports, and jax's compilation at the first call of a size, are excluded.
 
-* "> cap": more than {cap:g} s. A tool is not run if the growth over the last sizes (at least linear) predicts this.
+* "> cap": more than {cap:g} s, measured or predicted from the last two sizes (at least linear growth).
 * "> memory": more than {memory:g} GiB of address space.
 * "fails": the check fails or raises although the gradient is right.
-* "-": there is no sparsity pattern to pass, because all entries of the Jacobian are nonzero.
+* "-": no sparsity pattern to pass, because all entries of the Jacobian are nonzero.
 
 ![seconds of a check against the number of inputs](../benchmarks/results/{name}-speed.png)
 """
 RATIOS = """
-The next table shows in how many of the columns above a tool is the fastest of its kind, and ratios of its time to that
-of the fastgrad checker under "compared with" ("faster": ratios below 1). jax's first call of a size took {first}.
+The next table summarizes the columns above:
+
+* "fastest": in how many columns the tool is the fastest of its kind;
+* ratio: the tool's time, divided by that of the fastgrad checker under "compared with";
+* "faster": how many of these ratios are below 1.
+
+jax's first call of a size took {first}.
 
 | tool | fastest | compared with | faster | geometric mean of the ratio | smallest | largest |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -356,8 +362,9 @@ of the fastgrad checker under "compared with" ("faster": ratios below 1). jax's 
 CALLS = """
 ## Calls of func and backward
 
-Evaluations of func + backward passes of one check that passes. A call with a batch of perturbations or grad_outputs
-counts as one call, so the numbers for "by hand" are small. Checks that take more than {quick:g} s are not counted.
+Each cell: evaluations of func + backward passes of one check that passes. A call with a batch of perturbations or
+grad_outputs counts as one call, so the numbers for "by hand" are small. Checks that take more than {quick:g} s are not
+counted.
 
 ![calls against the number of inputs](../benchmarks/results/{name}-calls.png)
 """
@@ -372,12 +379,16 @@ measured at the second call.
 ERRORS = """
 ## Wrong gradients that are found
 
-{count} wrong gradients of functions with {n} inputs (2 sin(x), unless the name of the error says otherwise). The
-number of inputs is small because numdifftools is slow. With more inputs, tools that compare one number miss larger
-errors of one entry. In jax, the errors are implemented by `custom_vjp`; one of them cannot occur there ("-"), because
-jax arrays have no strides. For "by hand", the differences are computed from the forward alone, because
-`torch.func.vmap` has no rule for the custom Function. Tools that support only real numbers get real and imaginary
-parts as coordinates.
+Each tool checks {count} wrong gradients of functions with {n} inputs. The function is 2 sin(x), unless the name of the
+error says otherwise. With more inputs, for which numdifftools is too slow, tools that compare one number miss larger
+errors of one entry.
+
+* In jax, the errors are implemented by `custom_vjp`. One cannot occur there ("-"): jax arrays have no strides.
+* For "by hand", the differences are computed from the forward alone, because `torch.func.vmap` has no rule for the
+  custom Function.
+* Tools that support only real numbers get real and imaginary parts as coordinates.
+
+Verdicts:
 
 * **entry**: the check fails, and the message names a wrong entry.
 * **kind**: no entry is wrong, but the message names the error (not linear in grad_output, not deterministic).
@@ -390,7 +401,7 @@ parts as coordinates.
 ALARMS = """
 ## Right gradients that are rejected
 
-Right gradients, which a tool should pass. At most of the points, differences are inaccurate. A tool that detects few
+A tool should pass these right gradients. At most of the points, differences are inaccurate. A tool that detects few
 errors also raises few false alarms.
 
 """

@@ -45,16 +45,20 @@ POINTS = ("inputs", "generic")
 HEAD = """
 ## Wrong gradients of released libraries
 
-{count} wrong gradients that libraries released, each reimplemented from the public issue that describes it
-(`tests/planted/history/`), at default tolerances. Each cell has two verdicts: at inputs for which the issue occurs, and
-at an ordinary random point. The last row counts the errors that are found at the inputs of the issue, and the right
-versions of the same functions that pass there. `python -m benchmarks.bench_history` makes this table, without jax if it
-is not installed; torch {torch}, fastgrad {fastgrad}. Not every checker can find every error:
+Each tool checks {count} wrong gradients that libraries released, at default tolerances. They are reimplemented from
+public issues (`tests/planted/history/`).
+
+Each cell has two verdicts: at inputs for which the issue occurs, and at an ordinary random point. The last row counts
+the errors that are found at the inputs of the issue, and the right versions of the same functions that pass there.
+`python -m benchmarks.bench_history` makes this table; torch {torch}, fastgrad {fastgrad}.
+
+Not every checker can find every error:
 
 * Many of the gradients are right at the random point.
 * Some are wrong only for a non-contiguous grad_output, so the checker must pass one.
-* One is wrong only if it is recorded (`create_graph=True`), so the checker must compare recorded and unrecorded ones.
-* jax's checker, which gets backward as a custom rule (`benchmarks/jax_checker.py`), compares random combinations.
+* One is wrong only if backward is recorded (`create_graph=True`), so the checker must compare recorded and unrecorded
+  gradients.
+* jax's checker compares random combinations. It gets backward as a custom rule.
 
 """
 
