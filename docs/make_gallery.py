@@ -20,9 +20,9 @@ FILE = Path(__file__).with_name("gallery.md")
 
 HEAD = """# A gallery of mistakes
 
-This page shows 24 functions with mistakes that occur in practice. After each function follows the message of the check
-that finds its mistake, without the time of the check. The two matrices at the end of a message are shown only for the
-first function. `make gallery` writes this page.
+This page shows 24 functions with mistakes that occur in practice. Each is followed by the message of the check that
+finds its mistake, without the time of the check. Only the first message includes the two matrices at its end.
+`make gallery` writes this page.
 """
 
 
