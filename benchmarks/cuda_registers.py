@@ -190,7 +190,7 @@ def table(result: dict[str, Any]) -> str:
         '"instructions": instructions per element in the inner loop, in all its branches;',
         '"of float64": those among them that compute in float64;',
         '"bytes": the memory traffic per element;',
-        '"predicted": the bandwidth relative to a copy that follows from the number of instructions, without latencies;',
+        '"predicted": the bandwidth relative to a copy, computed from the number of instructions, without latencies;',
         '"measured": this bandwidth on an H200 (`benchmarks/results/nvidia-h200.json`).',
     )
     measured = {row["kernel"]: row["of_copy"] for row in json.loads(ON_A_DEVICE.read_text())["rows"] if "kernel" in row}
