@@ -31,7 +31,7 @@ def nondeterministic_jvp(output: Block, detail: str) -> Failure:
     return Failure.at("nondeterministic", output, mode="forward", detail=detail)
 
 
-LINEAR_JVP = "jvp is linear in its tangent", "J u against the JVP of u, 2 tangents: dense, half of it zero"
+LINEAR_JVP = "jvp is linear in its tangent", "J u against the JVP of u, for 2 tangents: one dense, one half zero"
 """The claim and the method of a `TangentLinearityTest`'s certificate."""
 
 
