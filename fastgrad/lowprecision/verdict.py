@@ -168,8 +168,8 @@ def _forwards_differ(comparison: Comparison, coordinate: int, ratio: float, outc
     times = f"; this difference is {ratio:.2g} times what rounding explains" if ratio < MAX_TIMES else ""
     outcome.note(
         undecided=f"func and the reference are different functions: {both}{times}",
-        remedy="pass the function that func is meant to compute as reference=; if the reference is this function, look "
-        "for an error in func itself",
+        remedy="if func is meant to compute the same function as the reference, look for an error in func; if not, "
+        "pass the right reference as reference=",
     )
 
 
@@ -193,7 +193,7 @@ def _look_again(comparison: Comparison, outcome: Outcome) -> None:
         verb, whose = ("is", "its error") if comparison.excused == 1 else ("are", "their errors")
         outcome.notes.append(
             f"{count(comparison.excused, 'entry')} {verb} accurate only relative to the largest entry: rounding "
-            f"explains {whose} only if inputs are perturbed relative to the largest element of their tensor"
+            f"explains {whose} only if each input is perturbed by a rounding error of its tensor's largest element"
         )
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
 
