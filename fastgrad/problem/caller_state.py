@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -26,6 +27,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype in which bits are compared, by the size of an element in bytes."""
 
 
+_NO_CONTEXT = nullcontext()
+
+
 class SavedState:
     """The state of all tensors in some values, including containers and modules.
 
@@ -35,9 +39,11 @@ class SavedState:
 
     def __init__(self, *values: Any) -> None:
         self._is_recording = torch.is_grad_enabled()
-        with torch_private.below_transforms():
-            tensors = map(torch_private.without_transforms, _tensors_in(values, {}))
-            self._tensors = [native.KeptTensor.keep(tensor) or _KeptTensor(tensor) for tensor in tensors]
+        with self._context():
+            self._tensors = [
+                native.KeptTensor.keep(tensor) or _KeptTensor(torch_private.without_transforms(tensor))
+                for tensor in _tensors_in(values, {})
+            ]
 
     def __enter__(self) -> SavedState:
         return self
@@ -49,9 +55,13 @@ class SavedState:
         """Restores everything; may be called again, for example after an interrupted call."""
         if torch.is_grad_enabled() != self._is_recording:
             torch.set_grad_enabled(self._is_recording)
-        with torch_private.below_transforms():
+        with self._context():
             for kept in self._tensors:
                 kept.restore()
+
+    @staticmethod
+    def _context() -> AbstractContextManager[None]:
+        return torch_private.below_transforms() if torch_private.transforms_are_active() else _NO_CONTEXT
 
 
 def restores_caller_state(entry: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
