@@ -123,6 +123,18 @@ class Evaluator {
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_columns(
       int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, double eps, bool record_graph);
 
+  // The same for all columns (shape (coordinates of all inputs, m)), up to rounding, from calls of `evaluate` for at
+  // most `size` columns each. evaluate(arguments, count) gives the results of func for `count` points; the inputs among
+  // its arguments, and its results, have a leading dimension that counts the points. Returns the outputs at x and at
+  // x + displacement from each call (float64, shape (calls, 2, m)); nothing if a result was of another kind than
+  // expected.
+  std::optional<at::Tensor> vectorized_columns(
+      const pybind11::object& evaluate, int64_t size, const at::Tensor& displacement, const at::Tensor& columns,
+      const std::vector<OutputSpec>& outputs, double eps);
+
+  // New tensors with the inputs at x + displacement.
+  std::vector<at::Tensor> inputs_at(const at::Tensor& displacement) const;
+
   // Numerical entries of a sparse Jacobian (float64, shape (entries,)), not yet divided by the steps:
   // entry e becomes y+ - y- at its row, with all columns of its group perturbed together. Two evaluations per group.
   // Returns as difference_columns does, with the first coordinate of the group as the coordinate.
@@ -130,7 +142,10 @@ class Evaluator {
       const Groups& groups, const at::Tensor& values, int64_t m, const std::vector<OutputSpec>& outputs, double eps,
       bool record_graph);
 
-  // func at arguments made by the caller: dual tensors over the inputs.
+  // func's arguments with other tensors instead of the inputs.
+  pybind11::tuple arguments_with(const std::vector<at::Tensor>& inputs) const;
+
+  // func at arguments made by the caller: dual tensors over the inputs, or other points.
   pybind11::object evaluate_at(const pybind11::tuple& arguments);
 
   // Analytical columns by forward-mode AD: row j of `columns` (as in difference_columns) becomes the
@@ -229,6 +244,11 @@ class Evaluator {
 
   // What func gets while inputs are perturbed.
   pybind11::tuple perturbed_arguments() const;
+
+  // For columns first, ..., first + count - 1, the values of an input at the points of their differences: point k has
+  // coordinate first + k moved up, and point count + k moved down. The last two points are x and `last`. Shape
+  // (2 count + 2, *shape of the input).
+  at::Tensor points_of(const InputBlock& block, const at::Tensor& last, int64_t first, int64_t count, double eps) const;
 
   pybind11::object func_;
   pybind11::tuple arguments_;

@@ -2,6 +2,7 @@
 
 #include "graph_nodes.h"
 #include "ops/common.h"
+#include "outputs.h"
 #include "rows.h"
 
 #include <ATen/ops/empty.h>
@@ -274,12 +275,35 @@ at::Tensor SmallProblem::empty_on_device(at::IntArrayRef shape) const {
   return at::empty(shape, blocks_.at(0).origin.options().dtype(at::kDouble));
 }
 
-std::variant<at::Tensor, Changed> SmallProblem::difference_columns(double eps) const {
-  const at::Tensor columns = empty_on_device({n_, m_});
-  if (auto changed = evaluator_->difference_columns(0, columns, specs_, eps, /*record_graph=*/true)) {
+std::variant<at::Tensor, Changed> SmallProblem::difference_columns(double eps, int64_t first, int64_t count) const {
+  const at::Tensor columns = empty_on_device({count, m_});
+  if (auto changed = evaluator_->difference_columns(first, columns, specs_, eps, /*record_graph=*/true)) {
     return *std::move(changed);
   }
   return on_cpu(columns);
+}
+
+std::optional<std::pair<at::Tensor, at::Tensor>> SmallProblem::vectorized_columns(
+    const py::object& evaluate, int64_t size, const at::Tensor& displacement, double eps) const {
+  const at::Tensor columns = empty_on_device({n_, m_});
+  const auto values = evaluator_->vectorized_columns(evaluate, size, on_device(displacement), columns, specs_, eps);
+  if (!values) {
+    return std::nullopt;
+  }
+  return std::pair(on_cpu(columns), on_cpu(*values));
+}
+
+std::variant<at::Tensor, Changed> SmallProblem::values_of(const std::vector<at::Tensor>& inputs) const {
+  const at::Tensor values = empty_on_device({m_});
+  const py::object result = evaluator_->evaluate_at(evaluator_->arguments_with(inputs));
+  const auto changed =
+      visit_outputs(result, specs_, [&](size_t, const at::Tensor& output, int64_t offset, int64_t size) {
+        flatten_(values.narrow(0, offset, size), output);
+      });
+  if (changed) {
+    return std::make_tuple(int64_t{0}, changed->first, changed->second);
+  }
+  return on_cpu(values);
 }
 
 std::variant<at::Tensor, Changed> SmallProblem::difference_entries(
@@ -433,6 +457,10 @@ std::variant<Derivatives, Changed> SmallProblem::screening_derivatives(
     const RandomDirections& along, double curve, double budget, bool measure_noise,
     const std::optional<Derivatives>& known) const {
   return evaluator_->screening_derivatives(along, base(), curve, budget, measure_noise, known, specs_, ulps());
+}
+
+std::variant<Derivatives, Changed> SmallProblem::differences_along(const RandomDirections& along, double curve) const {
+  return evaluator_->differences_along(along, on_device(base()), curve, std::nullopt, specs_, ulps());
 }
 
 at::Tensor SmallProblem::base() const { return base_.defined() ? base_ : on_cpu(flattened(graph().outputs())); }

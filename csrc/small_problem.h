@@ -76,8 +76,17 @@ class SmallProblem {
   // The outputs of the first evaluation, float64, shape (m,).
   at::Tensor base() const;
 
-  // The numerical Jacobian, float64, shape (n, m); or what func returned if its outputs have other properties.
-  std::variant<at::Tensor, Changed> difference_columns(double eps) const;
+  // `count` columns of the numerical Jacobian, float64, shape (count, m); or what func returned if its outputs have
+  // other properties.
+  std::variant<at::Tensor, Changed> difference_columns(double eps, int64_t first, int64_t count) const;
+
+  // All columns from vectorized calls, and the outputs at x and x + displacement from each call, as
+  // Evaluator::vectorized_columns gives them; nothing if a result has other properties than an output.
+  std::optional<std::pair<at::Tensor, at::Tensor>> vectorized_columns(
+      const pybind11::object& evaluate, int64_t size, const at::Tensor& displacement, double eps) const;
+
+  // The outputs at other inputs: float64, shape (m,); or what func returned.
+  std::variant<at::Tensor, Changed> values_of(const std::vector<at::Tensor>& inputs) const;
 
   // The numerical entries of a sparse Jacobian, as of Evaluator::difference_groups, divided by their steps: float64,
   // shape (entries,); or what func returned. columns: the column of each entry.
@@ -105,6 +114,9 @@ class SmallProblem {
   std::variant<Derivatives, Changed> screening_derivatives(
       const RandomDirections& along, double curve, double budget, bool measure_noise,
       const std::optional<Derivatives>& known) const;
+
+  // As Evaluator::differences_along.
+  std::variant<Derivatives, Changed> differences_along(const RandomDirections& along, double curve) const;
 
   // As Evaluator::jvps, within a level of forward-mode AD. Returns what func returned instead of its outputs, if it
   // did; the tangents of the outputs, float64, shape (count, m); and whether a tangent is complex exactly if its output

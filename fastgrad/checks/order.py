@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,6 +112,10 @@ def _report_of_small(small: SmallCheck, names: tuple[str, ...], start: float) ->
         plan = small.pattern.plan()
     else:
         plan = small_plan(problem.n, problem.m, settings.engine)
+        if small.columns is not None and not small.vectorization_failed:
+            from fastgrad.checks.small_vectorized import columns_per_call  # here to keep `import fastgrad` fast
+
+            plan = replace(plan, batch=columns_per_call(problem))
         if settings.check_backward_ad and problem.m > 1:
             certificates = (linear_backward(GRAD_OUTPUT_KINDS, settings.atol),)
     notes = small.notes if problem.tensor_device.type == "cuda" else []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastgrad.checks.one_block import runs_single_rows
-from fastgrad.checks.small_calls import earlier_vjps_repeat, first_outputs_repeat
+from fastgrad.checks.small_calls import columns_are_vectorized, earlier_vjps_repeat, first_outputs_repeat
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_rows import rows_agree
 from fastgrad.core.errors import as_raised
@@ -23,6 +23,7 @@ from fastgrad.engines.plan import (
     small_pattern_pays,
     sums_fit,
     takes_first_look,
+    vectorization_pays,
 )
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.second_order import Backward
@@ -42,7 +43,7 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
     problem = SmallProblem.trace(func, arguments, RELATIVE_STEP[torch.float64], backward is None)
     if problem is None:
         return None
-    check = _new_check(problem, settings, backward)
+    check = _new_check(func, problem, settings)
     if not problem.is_plain:
         return check
     try:
@@ -53,7 +54,9 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
         if not lacks_again(partial(_run_again, func, arguments, settings, backward)):
             raise  # func or backward raised this once
         # As if nothing had run: the complete check needs less memory.
-        return SmallCheck(problem=problem, settings=settings, notes=["the calls of a small check ran out of memory"])
+        return SmallCheck(
+            func=func, problem=problem, settings=settings, notes=["the calls of a small check ran out of memory"]
+        )
     except BaseException as error:
         problem.evaluator.restore()
         raised = as_raised(error)
@@ -61,12 +64,12 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
             raise raised from raised.__cause__
         raise
     # If func changes its inputs only while no graph is recorded, the first graph has saved inputs that changed later.
-    return SmallCheck(problem=problem, settings=settings) if problem.evaluator.mutates_inputs else check
+    return SmallCheck(func=func, problem=problem, settings=settings) if problem.evaluator.mutates_inputs else check
 
 
-def _new_check(problem: SmallProblem, settings: Settings, backward: Backward | None) -> SmallCheck:
-    is_custom = problem.is_custom or (backward is not None and backward.is_custom)
-    return SmallCheck(problem=problem, settings=settings, is_custom=is_custom)
+def _new_check(func: Callable[..., Any], problem: SmallProblem, settings: Settings) -> SmallCheck:
+    is_custom = problem.is_custom or (isinstance(func, Backward) and func.is_custom)
+    return SmallCheck(func=func, problem=problem, settings=settings, is_custom=is_custom)
 
 
 def _run(check: SmallCheck, backward: Backward | None) -> None:
@@ -74,7 +77,7 @@ def _run(check: SmallCheck, backward: Backward | None) -> None:
     graph = check.problem.graph if check.problem.is_plain else None
     if graph is not None and max(graph.modified_cotangent, graph.modified_output) >= 0:
         check.vjp_varies = True  # if this does not recur in the complete check, it was the error of one call
-    elif agree:
+    elif agree and check.is_consistent:
         check.passes = _other_checks_pass(check, backward)
 
 
@@ -86,7 +89,7 @@ def _run_again(
     if problem is None or not problem.is_plain:
         return
     try:
-        _run(_new_check(problem, settings, backward), backward)
+        _run(_new_check(func, problem, settings), backward)
     finally:
         problem.evaluator.restore()
 
@@ -103,8 +106,17 @@ def _values_pass(check: SmallCheck) -> bool:
         pattern = guessed_pattern(check)
         if pattern is not None and entries_agree(check, pattern):
             return True
-    if not check.is_consistent or not is_one_block(problem, settings) or takes_first_look(problem, settings):
+    if not check.is_consistent or not is_one_block(problem, settings):
         return False
+    takes_look = takes_first_look(problem, settings)
+    may_vectorize = not takes_look or vectorization_pays(problem, settings)
+    if not (may_vectorize and columns_are_vectorized(check)):
+        if takes_look:
+            return False
+        if check.look is not None and pattern is None:
+            from fastgrad.checks.small_pattern import repeat_look  # here to keep `import fastgrad` fast
+
+            repeat_look(check)
     if settings.check_backward_ad and problem.is_custom and not runs_single_rows(problem):
         return False
     agree = (not settings.check_backward_ad or rows_agree(check)) and _tangents_agree(check)

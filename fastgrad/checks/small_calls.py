@@ -14,11 +14,34 @@ from fastgrad.core.tensors import near
 from fastgrad.problem.first_look import values_vary
 from fastgrad.verdict.repeated_rows import allowed_movement
 
+MIN_VECTORIZED_COLUMNS = 16
+"""Least number of columns for vectorized calls. With fewer, the single calls that test them take longer than they
+save."""
 
-@phase("numerical columns")
+
 def numerical_columns(check: SmallCheck) -> Tensor | None:
     """Measures the numerical Jacobian: float64, shape (n, m); notes outputs of another kind, and then returns None."""
-    found = check.problem.difference_columns(check.settings.eps)
+    if check.columns is not None or columns_are_vectorized(check) or check.changed is not None:
+        return check.columns
+    return single_columns(check)
+
+
+def columns_are_vectorized(check: SmallCheck) -> bool:
+    """Whether vectorized calls measure the numerical Jacobian, which is then kept."""
+    may_vectorize = check.problem.n >= MIN_VECTORIZED_COLUMNS and not check.is_custom and check.settings.atol > 0
+    if may_vectorize and not check.vectorization_failed:
+        from fastgrad.checks.small_vectorized import vectorized_columns  # here to keep `import fastgrad` fast
+
+        check.columns = vectorized_columns(check)
+    check.vectorization_failed = check.columns is None
+    return not check.vectorization_failed
+
+
+@phase("numerical columns")
+def single_columns(check: SmallCheck) -> Tensor | None:
+    """As `numerical_columns`, one call of func at a time."""
+    check.vectorization_failed = True
+    found = check.problem.difference_columns(check.settings.eps, 0, check.problem.n)
     if isinstance(found, tuple):
         check.changed = found
         return None

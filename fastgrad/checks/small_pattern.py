@@ -76,11 +76,10 @@ def guessed_pattern(check: SmallCheck) -> SmallPattern | None:
             return None
         if not (reacted & ~reached).any():
             return pattern
-    _repeat_look(check)
     return None
 
 
-def _repeat_look(check: SmallCheck) -> None:
+def repeat_look(check: SmallCheck) -> None:
     """Notes if func gives other values when it is called again at the points of the first look.
 
     If the complete check takes a `first_look`, this is left to the complete check.
@@ -147,7 +146,7 @@ def _repeat_what_differs(check: SmallCheck, pattern: SmallPattern, numerical: Te
         if again is None or derivatives_vary(check.settings, again, numerical, rounding):
             check.irreproducible.append("at steps of several inputs")
             return
-    _repeat_look(check)
+    repeat_look(check)
 
 
 def _guesses(check: SmallCheck) -> Iterator[SmallPattern]:

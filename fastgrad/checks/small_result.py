@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,13 @@ class SmallCheck(Findings):
 
     Attributes
     ----------
-    problem, settings
-        func, its first evaluation and its graph; and the keywords of the check.
+    func, problem, settings
+        func, or the backward whose derivatives are checked; its first evaluation and its graph; and the keywords of the
+        check.
     is_custom
         Whether func runs custom code, or, for second derivatives, the function whose backward it is.
+    vectorization_failed
+        Whether vectorized calls cannot measure `columns`, or did not decide.
     changed
         Where and what func returned instead of its outputs, if `columns` could not be computed for this reason.
     moved, jvp_varies
@@ -110,9 +113,11 @@ class SmallCheck(Findings):
         Whether all tests passed, so that the complete check does not run.
     """
 
+    func: Callable[..., Any]
     problem: SmallProblem
     settings: Settings
     is_custom: bool = False
+    vectorization_failed: bool = False
     changed: tuple[int, int, Any] | None = None
     errors: list[list[tuple[float, float]]] | None = None
     pattern: SmallPattern | None = None

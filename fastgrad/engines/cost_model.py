@@ -63,10 +63,6 @@ class CostModel(NamedTuple):
     trial_columns, trial_seconds
         Vmapped batches and CUDA graphs are tried if there are at least this many columns, and if the evaluations take
         at least this many seconds one call at a time.
-    trial_backward
-        The factor of trial_seconds for second derivatives, for which a batch runs backward by torch.func.
-    compiler_seconds
-        Seconds of importing torch's compiler, as torch.func.vjp does when it is first used in a process.
     trial_share
         A trial computes one in this many columns or rows.
     trial_gain
@@ -99,8 +95,6 @@ class CostModel(NamedTuple):
     large_paying_share: float = 1 / 8
     trial_columns: int = 64
     trial_seconds: float = 10e-3
-    trial_backward: float = 3.0
-    compiler_seconds: float = 2.0
     trial_share: int = 16
     trial_gain: float = 1.25
 

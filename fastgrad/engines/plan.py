@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastgrad.core import torch_private
 from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.memory import free_bytes
 from fastgrad.core.native import SmallProblem
@@ -80,6 +79,9 @@ worth one more evaluation."""
 MIN_COLUMNS_FOR_FIRST_LOOK = 12
 """Least number of columns for which it pays off to test, by two evaluations, whether differences need a graph. Without
 a graph, the two evaluations per column are cheaper."""
+
+MAX_VECTORIZED_ENTRIES = 1 << 14
+"""Largest number of entries that a small check compares by vectorized columns rather than detecting structure."""
 
 SUM_BYTES = 300
 """Bytes per coordinate of inputs and outputs that a small check holds to compare random sums, measured for 300,000 and
@@ -168,6 +170,14 @@ def takes_first_look(problem: Problem | SmallProblem, settings: Settings) -> boo
     return settings.engine == "compressed" or seconds >= cost_model.COSTS.guess_seconds
 
 
+def vectorization_pays(problem: SmallProblem, settings: Settings) -> bool:
+    """Whether vectorized columns and all rows probably cost less than detecting structure."""
+    if problem.n * problem.m > MAX_VECTORIZED_ENTRIES or settings.engine == "compressed":
+        return False
+    seconds = usual_seconds(problem, problem.working_seconds)
+    return rows_seconds(problem, seconds) < cost_model.COSTS.guess_seconds
+
+
 def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bool:
     """Whether a compressed Jacobian may be cheaper than a dense one."""
     if not problem.has_graph:
@@ -185,11 +195,16 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
 
 def dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
     """Seconds that the dense engine would take; seconds: the time of one evaluation."""
+    return 2 * seconds * problem.n + rows_seconds(problem, seconds)
+
+
+def rows_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
+    """The part of `dense_seconds` for rows."""
     costs = cost_model.COSTS
-    rows = costs.vjp_evaluations * seconds + costs.vjp_seconds
+    row = costs.vjp_evaluations * seconds + costs.vjp_seconds
     if problem.m <= most_vectorized_rows(problem, seconds):  # all rows are computed in one call
-        rows = costs.vjp_evaluations * max(0.0, seconds - costs.vjp_seconds)
-    return 2 * seconds * problem.n + rows * problem.m
+        row = costs.vjp_evaluations * max(0.0, seconds - costs.vjp_seconds)
+    return row * problem.m
 
 
 def dense_is_small(problem: Problem, settings: Settings, most: int = SMALL_CALLS) -> bool:
@@ -405,8 +420,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
     The last result is a text about this for the reason of the plan.
     """
     costs = cost_model.COSTS
-    seconds = costs.trial_seconds * (1.0 if problem.records_differences else costs.trial_backward)
-    if problem.n < costs.trial_columns or 2 * problem.n * look.measured < seconds:
+    if problem.n < costs.trial_columns or 2 * problem.n * look.measured < costs.trial_seconds:
         return None, False, ""
     reason = executor.obstacle(problem)
     if reason is not None:
@@ -421,10 +435,7 @@ def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> t
     replay = partial(cuda_graph.difference_columns, problem, eps=eps, record_graph=record_graph)
     ways: list[tuple[int | None, bool, str, Callable[[int, int], Tensor], int, int]] = []
     remarks = ""
-    imports_compiler = not (problem.records_differences or torch_private.compiler_is_imported())
-    if imports_compiler and 2 * problem.n * look.measured < costs.compiler_seconds:
-        remarks += "; no vmapped batches: importing torch's compiler takes longer than all evaluations"
-    elif not record_graph and size >= vmapped.MIN_COLUMNS:
+    if not record_graph and size >= vmapped.MIN_COLUMNS:
         reason = vmapped.obstacle(problem, eps)
         remarks += f"; no vmapped batches: {reason}" if reason is not None else ""
         if reason is None:

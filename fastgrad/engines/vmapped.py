@@ -1,4 +1,4 @@
-"""Numerical columns from many points in one call of func, vectorized by torch.func.vmap.
+"""Numerical columns from many points in one call of func, vectorized as by torch.func.vmap.
 
 A batching rule may be missing, and tensors that func captures are not batched. Therefore, `executor` compares the
 columns with columns that are computed one call at a time.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from fastgrad.core import torch_private
 from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.memory import OUT_OF_MEMORY, RaisedOnce, lacks_again
 from fastgrad.core.native import ops
@@ -73,9 +74,9 @@ class _Observed(TorchFunctionMode):
     reads_values: whether any of the functions is in READING.
     """
 
-    def __init__(self, point: Tensor) -> None:
+    def __init__(self, points: Sequence[Tensor]) -> None:
         super().__init__()
-        self._results = [weakref.ref(point)]
+        self._results = [weakref.ref(point) for point in points]
         self.reads_values = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,6 +89,18 @@ class _Observed(TorchFunctionMode):
         return any(result() is not None for result in self._results)
 
 
+@contextmanager
+def as_vectorized() -> Iterator[None]:
+    """A context for vectorized calls, and for single calls that show whether func can be vectorized.
+
+    func records no graph, and its warnings are dropped: earlier calls have shown them. Warnings of torch that a
+    vectorized operator is slow are dropped, too.
+    """
+    with torch.no_grad(), torch_private.uncompiled(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 @phase("trial of replays or batches")
 def obstacle(problem: Problem, eps: float) -> str | None:
     """Why func must not be called in batches, as text; None if no reason is known.
@@ -98,23 +111,29 @@ def obstacle(problem: Problem, eps: float) -> str | None:
     results by the values of its inputs computes and keeps them again. Tensors that func changes in place count as kept.
     """
     for block in problem.inputs:
-        point = block.tensor.detach() + eps * block.step
-        observed = _Observed(point)
-        evaluate = partial(problem.evaluate_with, [block], [point])
-        try:
-            with torch.no_grad(), warnings.catch_warnings(), observed:
-                warnings.simplefilter("ignore")  # earlier calls have shown func's warnings
-                evaluate()
-        except Exception as error:
-            raise_if_transient(error, evaluate)
-            return f"func raises {type(error).__name__}"
-        if isinstance(problem.func, Backward):
-            problem.func.forget()
-        del point, evaluate
-        if observed.reads_values:
-            return "func reads values of tensors"
-        if observed.keeps_results():
-            return "func keeps tensors between calls"
+        points = [block.tensor.detach() + eps * block.step]
+        reason = obstacle_of(points, partial(problem.evaluate_with, [block], points), problem.func)
+        if reason is not None:
+            return reason
+    return None
+
+
+def obstacle_of(points: list[Tensor], evaluate: Callable[[], Any], func: Callable[..., Any]) -> str | None:
+    """As `obstacle`, for one call of func at new tensors, which this function removes from the list `points`."""
+    observed = _Observed(points)
+    try:
+        with as_vectorized(), observed:
+            evaluate()
+    except Exception as error:
+        raise_if_transient(error, evaluate)
+        return f"func raises {type(error).__name__}"
+    if isinstance(func, Backward):
+        func.forget()
+    points.clear()
+    if observed.reads_values:
+        return "func reads values of tensors"
+    if observed.keeps_results():
+        return "func keeps tensors between calls"
     return None
 
 
@@ -161,6 +180,24 @@ def difference_columns(
     return columns
 
 
+def _outputs_at(problem: Problem, block: Block, points: Tensor) -> tuple[Tensor, ...]:
+    """The outputs at several points of one input; their first dimension counts the points."""
+    count, func = points.shape[0], problem.func
+    with as_vectorized():
+        if not isinstance(func, Backward):
+            return tuple(
+                torch_private.vectorized_call(
+                    lambda point: problem.evaluate_with([block], [point]), [points], [0], count
+                )
+            )
+        inputs = [
+            points if other is block else other.tensor.detach().expand(count, *other.tensor.shape)
+            for other in problem.inputs
+        ]
+        with func.vectorized(count):
+            return problem.evaluate_with(problem.inputs, inputs, several=True)
+
+
 def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
     """The outputs with coordinate first, first + 1, ... of an input moved up and down: float64, (count, m) each."""
     x = block.tensor.detach()
@@ -170,11 +207,7 @@ def _evaluated(problem: Problem, block: Block, first: int, count: int, eps: floa
         # In point k, coordinate first + k is moved. Its index counts the coordinates of all points of this side.
         moved = torch.arange(count, device=x.device) * (block.size + 1) + first
         ops.perturb_coordinates_(side, side, moved, sign, eps * block.step, relative_step(x.dtype))
-    func = problem.func
-    transformed = func.by_transforms() if isinstance(func, Backward) else nullcontext()
-    with torch.no_grad(), transformed, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch may warn that this is slow; earlier calls have shown func's warnings
-        found = torch.func.vmap(lambda point: problem.evaluate_with([block], [point]))(points)
+    found = _outputs_at(problem, block, points)
     values = torch.empty(2 * count, problem.m, dtype=torch.float64, device=problem.device)
     for output, batch in zip(problem.outputs, found, strict=True):
         result = batch.detach()  # func may enable gradient recording

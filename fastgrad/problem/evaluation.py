@@ -365,12 +365,18 @@ class Evaluation:
             return values
         return self._flat(self._selected(self._evaluator.evaluate(record_graph)))
 
-    def evaluate_with(self, blocks: Sequence[Block], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The outputs of func with other tensors in place of some inputs."""
+    def evaluate_with(
+        self, blocks: Sequence[Block], tensors: Sequence[Tensor], several: bool = False
+    ) -> tuple[Tensor, ...]:
+        """The outputs of func with other tensors in place of some inputs.
+
+        several: whether the first dimension of these tensors, and of the outputs, counts points.
+        """
         self._recorded = None
         others = {id(block.tensor): tensor for block, tensor in zip(blocks, tensors, strict=True)}
         arguments = tuple(others.get(id(value), value) for value in self._arguments)
-        return self._selected(self._evaluator.evaluate_at(arguments))
+        results = self._evaluator.evaluate_at(arguments)
+        return tuple(results[block.position] for block in self.outputs) if several else self._selected(results)
 
     def base(self) -> Tensor:
         """The outputs at x: float64, shape (m,); evaluated once, or known from the first evaluation."""

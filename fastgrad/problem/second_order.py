@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad.core import native
+from fastgrad.core import native, torch_private
 from fastgrad.core.random import GRAD_OUTPUT_STREAM, uniform_like
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import SavedState
@@ -95,7 +95,8 @@ class Backward:
     _positions: Sequence[int] = ()
     """The positions of the outputs that required grad when gradients were last recorded."""
 
-    _by_transforms = False
+    _points = 0
+    """The number of points in each call; 0 for one point without a dimension for it."""
 
     def __init__(
         self,
@@ -118,9 +119,11 @@ class Backward:
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The gradients with respect to the inputs that require grad; those that are None are left out."""
-        if self._by_transforms:
-            return self._transformed(*arguments)
-        gradients = self._recorded(*arguments) if torch.is_grad_enabled() else self._not_recorded(arguments)
+        gradients: Sequence[Tensor | None]
+        if self._points:
+            gradients = self._at_points(arguments)
+        else:
+            gradients = self._recorded(*arguments) if torch.is_grad_enabled() else self._not_recorded(arguments)
         exist = [gradient is not None for gradient in gradients]
         if self.exist and exist != self.exist:
             raise RuntimeError("backward returns None for an input in some calls, but not in others.")
@@ -181,29 +184,28 @@ class Backward:
         self._unrecorded.forget()
 
     @contextmanager
-    def by_transforms(self) -> Iterator[None]:
-        """A context in which calls run backward by `torch.func.vjp`, which `torch.func.vmap` can vectorize.
+    def vectorized(self, count: int) -> Iterator[None]:
+        """A context in which a call gives the gradients at `count` points, from one call of func and one backward.
 
-        func must give the same results under torch.func as without it; the caller compares some of them.
+        The arguments that require grad in other calls are leaves of their own. Their first dimension counts the points,
+        as does that of the gradients. A point does not influence the gradients of others, because func is vectorized.
         """
-        self._by_transforms = True
+        self._points = count
         try:
             yield
         finally:
-            self._by_transforms = False
+            self._points = 0
 
-    def _transformed(self, *arguments: Any) -> tuple[Tensor, ...]:
-        given = list(arguments[: self.count])
-
-        def outputs(*checked: Tensor) -> tuple[Tensor, ...]:
-            for i, value in zip(self.inputs, checked, strict=True):
-                given[i] = value
-            results = as_tuple(self._func(*given))
-            return tuple([results[position] for position in self._positions])
-
-        pull_back = torch.func.vjp(outputs, *[given[i] for i in self.inputs])[1]
-        gradients = pull_back(arguments[self.count :])
-        return tuple([gradient for gradient, exists in zip(gradients, self.exist, strict=True) if exists])
+    def _at_points(self, arguments: Sequence[Any]) -> list[Tensor | None]:
+        given, grad_outputs = list(arguments[: self.count]), arguments[self.count :]
+        checked = [given[i].requires_grad_() for i in self.inputs]
+        with torch.set_grad_enabled(self._record_forward):
+            results = torch_private.vectorized_call(self._func, given, self.inputs, self._points)
+            outputs = differentiable_outputs(results)
+            if not outputs or len(outputs) != len(grad_outputs):
+                _reject_outputs(len(outputs), len(grad_outputs))
+            cotangents = [grad.expand(output.shape) for grad, output in zip(grad_outputs, outputs, strict=True)]
+            return native.vjp(outputs, checked, cotangents, False)
 
 
 def gradient_names(names: Sequence[str], backward: Backward) -> tuple[str, ...]:

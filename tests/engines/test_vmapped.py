@@ -36,7 +36,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     set_costs(monkeypatch, guess_seconds=0.0)
     set_costs(monkeypatch, trial_seconds=0.0)
     set_costs(monkeypatch, trial_gain=0.0)
-    set_costs(monkeypatch, compiler_seconds=0.0)  # whichever test ran before
 
 
 W = leaf(9, 9, seed=1).detach()

@@ -157,10 +157,10 @@ def test_a_forward_that_differs_from_call_to_call_runs_every_time() -> None:
     def func(v: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return v.repeat(4).sin() * (1 + 2.0**-50 * (calls % 2))
+        return v.repeat(2).sin() * (1 + 2.0**-50 * (calls % 2))
 
     assert fastgrad.gradgradcheck(func, (x,), engine="dense")
-    assert calls > 2 * 25
+    assert calls > 2 * 15
 
 
 def saves_a_buffer(buffer: Tensor) -> type[torch.autograd.Function]:

@@ -1,0 +1,174 @@
+"""Numerical columns of a small check from vectorized calls of func, tested by single calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrad.checks.small_result import SmallCheck
+from fastgrad.core.errors import unless_rejected
+from fastgrad.core.memory import Result
+from fastgrad.core.native import RandomDirections, SmallProblem
+from fastgrad.core.phases import phase
+from fastgrad.core.random import TRIAL_STREAM, uniform
+from fastgrad.core.tensors import largest
+from fastgrad.core.torch_private import vectorized_call
+from fastgrad.engines import vmapped
+from fastgrad.engines.executor import BEYOND_ROUNDING, DIRECTIONS, SHARE
+from fastgrad.engines.sketch import KINK
+from fastgrad.problem.first_look import values_vary
+from fastgrad.problem.second_order import Backward
+
+EVALUATIONS_PER_DIRECTION = 4
+"""Evaluations along one random direction, with Richardson extrapolation."""
+
+SINGLE_COLUMNS = 2
+"""Columns that are also computed by single calls. If func gives other values in vectorized calls, and only for steps of
+one coordinate, sums along random directions do not show it."""
+
+
+def vectorized_columns(check: SmallCheck) -> Tensor | None:
+    """The numerical Jacobian: float64, shape (n, m); None if columns must be computed one by one.
+
+    This is the case if func cannot be vectorized, or if it does not give the same values in vectorized and in single
+    calls. If this happened only once, it is noted.
+    """
+    problem, settings, look = check.problem, check.settings, check.look
+    displacement = (
+        look.displacement if look is not None else torch.full((problem.n,), settings.eps, dtype=torch.float64)
+    )
+    values, is_suitable = _values_next_to_inputs(check, displacement)
+    if values is None:
+        return None
+    is_suitable = is_suitable and (look is None or not values_vary(problem, settings, values, look.values))
+    columns = _verified_columns(check, displacement, values) if is_suitable else None
+    if columns is None and check.changed is None:
+        again = _values_again(check, displacement)
+        if again is None or values_vary(problem, settings, again, values):
+            check.irreproducible.append("next to the inputs")
+    return columns
+
+
+@phase("trial of columns")
+def _values_next_to_inputs(check: SmallCheck, displacement: Tensor) -> tuple[Tensor | None, bool]:
+    """The outputs at x + displacement, and whether func may be called with several points.
+
+    The outputs are float64, shape (m,); None if func raises there, or returns something else.
+    """
+    problem = check.problem
+    found: list[Tensor | tuple[int, int, Any]] = []
+    points = problem.evaluator.inputs_at(displacement)
+    reason = vmapped.obstacle_of(points, lambda: found.append(problem.values_of(points)), check.func)
+    if found and not isinstance(found[-1], tuple):
+        return found[-1], reason is None
+    if found and _values_again(check, displacement) is not None:
+        check.irreproducible.append("next to the inputs")
+    return None, False
+
+
+def _values_again(check: SmallCheck, displacement: Tensor) -> Tensor | None:
+    """The outputs at x + displacement once more; None if func raises there, or returns something else."""
+    with vmapped.as_vectorized():
+        found = unless_rejected(partial(check.problem.values_of, check.problem.evaluator.inputs_at(displacement)))
+    return None if isinstance(found, tuple) else found
+
+
+def _verified_columns(check: SmallCheck, displacement: Tensor, values: Tensor) -> Tensor | None:
+    """Columns from vectorized calls; None if func raises in them, or if they do not agree with single calls.
+
+    values: the outputs at x + displacement, float64, shape (m,).
+    """
+    columns, error = _trial(check, displacement, values)
+    if columns is None or error <= 1:
+        return columns
+    if check.changed is None and error > BEYOND_ROUNDING and _trial(check, displacement, values)[1] <= 1:
+        check.irreproducible.append("in vectorized calls")
+    return None
+
+
+def _trial(check: SmallCheck, displacement: Tensor, values: Tensor) -> tuple[Tensor | None, float]:
+    """Columns from vectorized calls, None if func raises in them; and their error relative to the allowed one."""
+    found = _columns_and_values(check, displacement)
+    if found is None:
+        return None, torch.inf
+    columns, vectorized = found
+    error = _error_of_values(check, vectorized, values)
+    for test in (_error_of_columns, _error_of_sums):  # the one with fewer calls first
+        error = error if error > 1 else test(check, columns)
+    return columns, error
+
+
+@phase("numerical columns")
+def _columns_and_values(check: SmallCheck, displacement: Tensor) -> tuple[Tensor, Tensor] | None:
+    """As `SmallProblem.vectorized_columns`; None if func raises in vectorized calls."""
+    problem = check.problem
+    positions = [position for position, _, _ in problem.inputs]
+    evaluate = partial(_results, check.func, positions)
+    size = columns_per_call(problem)
+    return unless_rejected(partial(problem.vectorized_columns, evaluate, size, displacement, check.settings.eps))
+
+
+def columns_per_call(problem: SmallProblem) -> int:
+    """Largest number of columns of one vectorized call."""
+    return max(1, min(vmapped.MAX_COLUMNS, problem.n, vmapped.HOST_BYTES // (16 * (problem.n + 2 * problem.m))))
+
+
+def _results(func: Callable[..., Any], positions: Sequence[int], arguments: tuple[Any, ...], count: int) -> Any:
+    with vmapped.as_vectorized():
+        if not isinstance(func, Backward):
+            return vectorized_call(func, arguments, positions, count)
+        with func.vectorized(count):
+            return func(*arguments)
+
+
+def _error_of_values(check: SmallCheck, vectorized: Tensor, values: Tensor) -> float:
+    """The error of the outputs at x and next to x, relative to the allowed one.
+
+    vectorized: those of each vectorized call, shape (calls, 2, m). values: those next to x, shape (m,).
+    """
+    single = torch.stack([check.problem.base(), values])
+    return _relative(largest(vectorized - single), check.settings.eps * check.settings.atol)
+
+
+@phase("trial of columns")
+def _error_of_sums(check: SmallCheck, columns: Tensor) -> float:
+    """The error of sums of columns along random directions, relative to the allowed one, as in `executor`."""
+    settings = check.settings
+    streams = [TRIAL_STREAM + 16 * which for which in range(DIRECTIONS)]
+    points = [EVALUATIONS_PER_DIRECTION] * DIRECTIONS
+    along = RandomDirections(settings.seed, streams, points, settings.eps, 1.0)
+    found = _unless_changed(check, partial(check.problem.differences_along, along, KINK))
+    if found is None:
+        return torch.inf
+    return _relative(largest(found.derivatives.cpu() - found.directions.cpu() @ columns), settings.atol)
+
+
+@phase("trial of columns")
+def _error_of_columns(check: SmallCheck, columns: Tensor) -> float:
+    """Infinite if one of a few columns differs from the column of single calls; otherwise 1."""
+    settings, n = check.settings, check.problem.n
+    for where in uniform(SINGLE_COLUMNS, settings.seed, TRIAL_STREAM + 16 * DIRECTIONS, 0).tolist():
+        column = min(n - 1, int((where + 1) / 2 * n))
+        found = _unless_changed(check, partial(check.problem.difference_columns, settings.eps, column, 1))
+        if found is None or not torch.allclose(columns[column], found[0], rtol=0.0, atol=settings.atol):
+            return torch.inf
+    return 1.0
+
+
+def _unless_changed(check: SmallCheck, run: Callable[[], Result | tuple[int, int, Any]]) -> Result | None:
+    """The result of calls of func; None if it raises repeatedly, or if it returned something else, which is noted."""
+    found = unless_rejected(run)
+    if isinstance(found, tuple):
+        check.changed = found
+        return None
+    return found
+
+
+def _relative(error: float, atol: float) -> float:
+    """An error relative to the allowed one, but at least 1, for a component of a direction is at least half a step."""
+    allowed = SHARE * atol / 2
+    return 1.0 if error <= allowed else error / allowed  # not "error > allowed", because a NaN must not agree
