@@ -463,7 +463,9 @@ std::variant<Derivatives, Changed> SmallProblem::differences_along(const RandomD
   return evaluator_->differences_along(along, on_device(base()), curve, std::nullopt, specs_, ulps());
 }
 
-at::Tensor SmallProblem::base() const { return base_.defined() ? base_ : on_cpu(flattened(graph().outputs())); }
+at::Tensor SmallProblem::base() const { return base_.defined() ? base_ : outputs_of_graph(); }
+
+at::Tensor SmallProblem::outputs_of_graph() const { return on_cpu(flattened(graph().outputs())); }
 
 std::vector<double> SmallProblem::ulps() const {
   return std::vector<double>(specs_.size(), std::numeric_limits<double>::epsilon());

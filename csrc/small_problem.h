@@ -73,8 +73,9 @@ class SmallProblem {
       const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
       bool undefined, int64_t fewest_vectorized, double atol, double rtol) const;
 
-  // The outputs of the first evaluation, float64, shape (m,).
+  // The outputs of the first evaluation, and those of the current graph: float64, shape (m,).
   at::Tensor base() const;
+  at::Tensor outputs_of_graph() const;
 
   // `count` columns of the numerical Jacobian, float64, shape (count, m); or what func returned if its outputs have
   // other properties.

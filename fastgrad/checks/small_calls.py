@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.core.native import Layout, flattened
+from fastgrad.core.native import Layout
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import near
 from fastgrad.problem.first_look import values_vary
@@ -49,11 +49,6 @@ def single_columns(check: SmallCheck) -> Tensor | None:
     return found
 
 
-def outputs_of(check: SmallCheck) -> Tensor:
-    """The outputs of the current graph: float64, shape (m,)."""
-    return flattened([output.detach() for output in check.problem.graph.outputs]).clone()
-
-
 def first_outputs_repeat(check: SmallCheck) -> bool:
     """Whether the current graph has the outputs of the first one; only those of a backward are kept.
 
@@ -65,8 +60,7 @@ def first_outputs_repeat(check: SmallCheck) -> bool:
 
 def outputs_repeat(check: SmallCheck, before: Tensor) -> bool:
     """Whether the current graph has the outputs of an older one: float64, shape (m,)."""
-    outputs = outputs_of(check)
-    before = before.to(outputs.device)
+    outputs = check.problem.outputs_of_graph()
     if torch.equal(outputs, before) or not values_vary(check.problem, check.settings, outputs, before):
         return True
     check.irreproducible.append("at the inputs")

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from fastgrad.checks.one_block import jacobian, product_at_hand, same_afterwards, whole_backward
-from fastgrad.checks.small_calls import numerical_columns, outputs_of, outputs_repeat, single_columns
+from fastgrad.checks.small_calls import numerical_columns, outputs_repeat, single_columns
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import phase
@@ -21,7 +21,7 @@ def rows_agree(check: SmallCheck) -> bool:
 
     Without custom code, the VJPs run on the first graph after the differences have called func, as in torch's checker.
     """
-    problem, outputs = check.problem, outputs_of(check)
+    problem, outputs = check.problem, check.problem.outputs_of_graph()
     columns = None if problem.is_custom else numerical_columns(check)
     check.backward = check.noted(partial(whole_backward, problem, check.settings, problem.working_seconds))
     if check.backward is None:

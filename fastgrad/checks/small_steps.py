@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgrad.checks.small_calls import outputs_of
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.native import Derivatives, RandomDirections
@@ -213,8 +212,9 @@ def _noise_varies(check: SmallCheck, step: float, budget: float, differences: De
 
 
 def _values_vary(check: SmallCheck) -> bool:
-    before = outputs_of(check)
-    return not check.problem.record_again() or values_vary(check.problem, check.settings, outputs_of(check), before)
+    problem = check.problem
+    before = problem.outputs_of_graph()
+    return not problem.record_again() or values_vary(problem, check.settings, problem.outputs_of_graph(), before)
 
 
 def rounding_of_differences(check: SmallCheck, step: float) -> float:

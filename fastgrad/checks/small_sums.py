@@ -14,7 +14,6 @@ from fastgrad.checks.small_calls import (
     add_products,
     earlier_vjps_repeat,
     first_outputs_repeat,
-    outputs_of,
     outputs_repeat,
     vjps_of,
 )
@@ -60,7 +59,7 @@ def sums_or_rows_agree(check: SmallCheck) -> bool:
         return True
     if check.undecided_sums is None:
         return False
-    problem, outputs = check.problem, outputs_of(check)
+    problem, outputs = check.problem, check.problem.outputs_of_graph()
     if problem.is_custom or not compares_undecided_entries(problem, check.settings):
         if noise_repeats(check):
             changing_steps_repeat(check, last_agrees=False)
