@@ -20,7 +20,6 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/sub.h>
 #include <ATen/ops/where.h>
 #include <ATen/Parallel.h>
@@ -480,73 +479,58 @@ std::vector<at::Tensor> Evaluator::inputs_at(const at::Tensor& displacement) con
   return inputs;
 }
 
-at::Tensor Evaluator::points_of(
-    const InputBlock& block, const at::Tensor& last, int64_t first, int64_t count, double eps) const {
+at::Tensor Evaluator::points_of(const InputBlock& block, const at::Tensor& last, double eps) const {
   const BelowAutograd guard;
   std::vector<int64_t> sizes = block.origin.sizes().vec();
-  sizes.insert(sizes.begin(), 2 * count + 2);
+  sizes.insert(sizes.begin(), 2 * size_ + 2);
   at::Tensor points = at::empty(sizes, block.origin.options());
   points.copy_(block.origin);
-  points.select(0, 2 * count + 1).copy_(last);
-  const int64_t size = coordinate_count(block.origin);
-  const int64_t low = std::max(block.first, first);
-  const int64_t high = std::min(block.first + size, first + count);
-  if (low >= high) {
-    return points;
-  }
+  points.select(0, 2 * size_ + 1).copy_(last);
+  const int64_t own = coordinate_count(block.origin);
   for (const int64_t sign : {1, -1}) {
-    const at::Tensor side = points.narrow(0, sign == 1 ? 0 : count, count);
-    // Point k of a side has the coordinates from k size on.
-    const int64_t begin = (low - first) * size + low - block.first;
-    const at::Tensor coordinates =
-        at::arange(begin, begin + (high - low) * (size + 1), size + 1, points.options().dtype(at::kLong));
-    perturb_coordinates_(side, side, coordinates, sign, eps, block.relative_step);
+    // The points that move this input, and in each of them, after `own` coordinates per point, another coordinate.
+    const at::Tensor moved = points.narrow(0, (sign == 1 ? 0 : size_) + block.first, own);
+    const at::Tensor coordinates = at::arange(0, own * own, own + 1, points.options().dtype(at::kLong));
+    perturb_coordinates_(moved, moved, coordinates, sign, eps, block.relative_step);
   }
   return points;
 }
 
 std::optional<at::Tensor> Evaluator::vectorized_columns(
-    const py::object& evaluate, int64_t size, const at::Tensor& displacement, const at::Tensor& columns,
+    const py::object& evaluate, const at::Tensor& displacement, const at::Tensor& columns,
     const std::vector<OutputSpec>& outputs, double eps) {
   check_columns("vectorized_columns", columns, outputs);
-  check_coordinates("vectorized_columns", 0, columns.size(0));
-  TORCH_CHECK(size > 0, "vectorized_columns: size must be at least 1, got ", size);
+  TORCH_CHECK(columns.size(0) == size_, "vectorized_columns: there must be ", size_, " columns, got ", columns.size(0));
   check_in_place(blocks_);
   const std::vector<at::Tensor> last = inputs_at(displacement);
-  std::vector<at::Tensor> at_known_points;
-  for (int64_t first = 0; first < columns.size(0); first += size) {
-    const int64_t count = std::min(size, columns.size(0) - first);
-    std::vector<at::Tensor> points;
-    for (size_t b = 0; b < blocks_.size(); ++b) {
-      points.push_back(points_of(blocks_[b], last[b], first, count, eps));
-    }
-    ++evaluations_;
-    const py::object results = evaluate(arguments_with(points), 2 * count + 2);
-    check_in_place(blocks_);
-    const BelowAutograd guard;
-    at_known_points.push_back(at::empty({2, columns.size(1)}, columns.options()));
-    int64_t offset = 0;
-    for (const OutputSpec& output : outputs) {
-      PyObject* const value = output_at(results.ptr(), output.position);
-      std::vector<int64_t> sizes = output.like.sizes().vec();
-      sizes.insert(sizes.begin(), 2 * count + 2);
-      if (!looks_like(value, output.like.expand(sizes))) {
-        return std::nullopt;
-      }
-      const int64_t own = coordinate_count(output.like);
-      const at::Tensor all = real_coordinates(THPVariable_Unpack(value).detach().contiguous()).reshape({-1, own});
-      at::Tensor part = columns.narrow(0, first, count).narrow(1, offset, own);
-      at::sub_out(part, all.narrow(0, 0, count), all.narrow(0, count, count));
-      at_known_points.back().narrow(1, offset, own).copy_(all.narrow(0, 2 * count, 2));
-      offset += own;
-    }
-    raise_if_interrupted();
+  std::vector<at::Tensor> points;
+  for (size_t b = 0; b < blocks_.size(); ++b) {
+    points.push_back(points_of(blocks_[b], last[b], eps));
   }
+  ++evaluations_;
+  const py::object results = evaluate(arguments_with(points), 2 * size_ + 2);
+  check_in_place(blocks_);
   const BelowAutograd guard;
-  const at::Tensor widths = at::empty({size_}, columns.options());
+  const at::Tensor known = at::empty({2, columns.size(1)}, columns.options());
+  int64_t offset = 0;
+  for (const OutputSpec& output : outputs) {
+    PyObject* const value = output_at(results.ptr(), output.position);
+    std::vector<int64_t> sizes = output.like.sizes().vec();
+    sizes.insert(sizes.begin(), 2 * size_ + 2);
+    if (!looks_like(value, output.like.expand(sizes))) {
+      return std::nullopt;
+    }
+    const int64_t own = coordinate_count(output.like);
+    const at::Tensor all = real_coordinates(THPVariable_Unpack(value).detach().contiguous()).reshape({-1, own});
+    at::Tensor part = columns.narrow(1, offset, own);
+    at::sub_out(part, all.narrow(0, 0, size_), all.narrow(0, size_, size_));
+    known.narrow(1, offset, own).copy_(all.narrow(0, 2 * size_, 2));
+    offset += own;
+  }
+  const at::Tensor widths = at::empty({size_}, at::kDouble);
   coordinate_widths(widths, std::vector<double>(blocks_.size(), eps));
-  columns.div_(widths.unsqueeze(1));
-  return at::stack(at_known_points);
+  columns.div_(widths.to(columns.device()).unsqueeze(1));
+  return known;
 }
 
 std::vector<at::Tensor> Evaluator::with_blocks(const at::Tensor& coordinates) const {

@@ -123,13 +123,12 @@ class Evaluator {
   std::optional<std::tuple<int64_t, int64_t, pybind11::object>> difference_columns(
       int64_t first, const at::Tensor& columns, const std::vector<OutputSpec>& outputs, double eps, bool record_graph);
 
-  // The same for all columns (shape (coordinates of all inputs, m)), up to rounding, from calls of `evaluate` for at
-  // most `size` columns each. evaluate(arguments, count) gives the results of func for `count` points; the inputs among
-  // its arguments, and its results, have a leading dimension that counts the points. Returns the outputs at x and at
-  // x + displacement from each call (float64, shape (calls, 2, m)); nothing if a result was of another kind than
-  // expected.
+  // The same for all columns (shape (coordinates of all inputs, m)), up to rounding, from one call of `evaluate`.
+  // evaluate(arguments, count) gives the results of func for `count` points; the inputs among its arguments, and its
+  // results, have a leading dimension that counts the points. Returns the outputs at x and at x + displacement
+  // (float64, shape (2, m)); nothing if a result was of another kind than expected.
   std::optional<at::Tensor> vectorized_columns(
-      const pybind11::object& evaluate, int64_t size, const at::Tensor& displacement, const at::Tensor& columns,
+      const pybind11::object& evaluate, const at::Tensor& displacement, const at::Tensor& columns,
       const std::vector<OutputSpec>& outputs, double eps);
 
   // New tensors with the inputs at x + displacement.
@@ -245,10 +244,9 @@ class Evaluator {
   // What func gets while inputs are perturbed.
   pybind11::tuple perturbed_arguments() const;
 
-  // For columns first, ..., first + count - 1, the values of an input at the points of their differences: point k has
-  // coordinate first + k moved up, and point count + k moved down. The last two points are x and `last`. Shape
-  // (2 count + 2, *shape of the input).
-  at::Tensor points_of(const InputBlock& block, const at::Tensor& last, int64_t first, int64_t count, double eps) const;
+  // The values of an input at the points of all n differences: point j has coordinate j moved up, and point n + j moved
+  // down. The last two points are x and `last`. Shape (2 n + 2, *shape of the input).
+  at::Tensor points_of(const InputBlock& block, const at::Tensor& last, double eps) const;
 
   pybind11::object func_;
   pybind11::tuple arguments_;

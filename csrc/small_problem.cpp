@@ -284,9 +284,9 @@ std::variant<at::Tensor, Changed> SmallProblem::difference_columns(double eps, i
 }
 
 std::optional<std::pair<at::Tensor, at::Tensor>> SmallProblem::vectorized_columns(
-    const py::object& evaluate, int64_t size, const at::Tensor& displacement, double eps) const {
+    const py::object& evaluate, const at::Tensor& displacement, double eps) const {
   const at::Tensor columns = empty_on_device({n_, m_});
-  const auto values = evaluator_->vectorized_columns(evaluate, size, on_device(displacement), columns, specs_, eps);
+  const auto values = evaluator_->vectorized_columns(evaluate, on_device(displacement), columns, specs_, eps);
   if (!values) {
     return std::nullopt;
   }

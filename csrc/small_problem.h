@@ -81,10 +81,10 @@ class SmallProblem {
   // other properties.
   std::variant<at::Tensor, Changed> difference_columns(double eps, int64_t first, int64_t count) const;
 
-  // All columns from vectorized calls, and the outputs at x and x + displacement from each call, as
-  // Evaluator::vectorized_columns gives them; nothing if a result has other properties than an output.
+  // All columns, and the outputs at x and x + displacement, from one vectorized call, as Evaluator::vectorized_columns
+  // gives them; nothing if a result has other properties than an output.
   std::optional<std::pair<at::Tensor, at::Tensor>> vectorized_columns(
-      const pybind11::object& evaluate, int64_t size, const at::Tensor& displacement, double eps) const;
+      const pybind11::object& evaluate, const at::Tensor& displacement, double eps) const;
 
   // The outputs at other inputs: float64, shape (m,); or what func returned.
   std::variant<at::Tensor, Changed> values_of(const std::vector<at::Tensor>& inputs) const;

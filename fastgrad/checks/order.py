@@ -113,9 +113,7 @@ def _report_of_small(small: SmallCheck, names: tuple[str, ...], start: float) ->
     else:
         plan = small_plan(problem.n, problem.m, settings.engine)
         if small.columns is not None and not small.vectorization_failed:
-            from fastgrad.checks.small_vectorized import columns_per_call  # here to keep `import fastgrad` fast
-
-            plan = replace(plan, batch=columns_per_call(problem))
+            plan = replace(plan, batch=problem.n)
         if settings.check_backward_ad and problem.m > 1:
             certificates = (linear_backward(GRAD_OUTPUT_KINDS, settings.atol),)
     notes = small.notes if problem.tensor_device.type == "cuda" else []

@@ -15,8 +15,12 @@ from fastgrad.problem.first_look import values_vary
 from fastgrad.verdict.repeated_rows import allowed_movement
 
 MIN_VECTORIZED_COLUMNS = 16
-"""Least number of columns for vectorized calls. With fewer, the single calls that test them take longer than they
-save."""
+"""Least number of columns for a vectorized call. With fewer, the single calls that test it take longer than all single
+calls for the columns."""
+
+MAX_VECTORIZED_NUMBERS = 1 << 18
+"""Largest number of values, of inputs and outputs, on one side of the differences of a vectorized call: 4 MB for both
+sides, about the size of a cache."""
 
 
 def numerical_columns(check: SmallCheck) -> Tensor | None:
@@ -28,13 +32,18 @@ def numerical_columns(check: SmallCheck) -> Tensor | None:
 
 def columns_are_vectorized(check: SmallCheck) -> bool:
     """Whether vectorized calls measure the numerical Jacobian, which is then kept."""
-    may_vectorize = check.problem.n >= MIN_VECTORIZED_COLUMNS and not check.is_custom and check.settings.atol > 0
-    if may_vectorize and not check.vectorization_failed:
+    if not check.vectorization_failed and _may_be_vectorized(check):
         from fastgrad.checks.small_vectorized import vectorized_columns  # here to keep `import fastgrad` fast
 
         check.columns = vectorized_columns(check)
     check.vectorization_failed = check.columns is None
     return not check.vectorization_failed
+
+
+def _may_be_vectorized(check: SmallCheck) -> bool:
+    n, m = check.problem.n, check.problem.m
+    is_of_size = n >= MIN_VECTORIZED_COLUMNS and n * (n + 2 * m) <= MAX_VECTORIZED_NUMBERS
+    return is_of_size and not check.is_custom and check.settings.atol > 0
 
 
 @phase("numerical columns")

@@ -1,4 +1,4 @@
-"""Numerical columns of a small check from vectorized calls of func, tested by single calls."""
+"""Numerical columns of a small check from one vectorized call of func, tested by single calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.errors import unless_rejected
 from fastgrad.core.memory import Result
-from fastgrad.core.native import RandomDirections, SmallProblem
+from fastgrad.core.native import RandomDirections
 from fastgrad.core.phases import phase
 from fastgrad.core.random import TRIAL_STREAM, uniform
 from fastgrad.core.tensors import largest
@@ -108,13 +108,7 @@ def _columns_and_values(check: SmallCheck, displacement: Tensor) -> tuple[Tensor
     problem = check.problem
     positions = [position for position, _, _ in problem.inputs]
     evaluate = partial(_results, check.func, positions)
-    size = columns_per_call(problem)
-    return unless_rejected(partial(problem.vectorized_columns, evaluate, size, displacement, check.settings.eps))
-
-
-def columns_per_call(problem: SmallProblem) -> int:
-    """Largest number of columns of one vectorized call."""
-    return max(1, min(vmapped.MAX_COLUMNS, problem.n, vmapped.HOST_BYTES // (16 * (problem.n + 2 * problem.m))))
+    return unless_rejected(partial(problem.vectorized_columns, evaluate, displacement, check.settings.eps))
 
 
 def _results(func: Callable[..., Any], positions: Sequence[int], arguments: tuple[Any, ...], count: int) -> Any:
@@ -128,7 +122,7 @@ def _results(func: Callable[..., Any], positions: Sequence[int], arguments: tupl
 def _error_of_values(check: SmallCheck, vectorized: Tensor, values: Tensor) -> float:
     """The error of the outputs at x and next to x, relative to the allowed one.
 
-    vectorized: those of each vectorized call, shape (calls, 2, m). values: those next to x, shape (m,).
+    vectorized: those of the vectorized call, shape (2, m). values: those next to x, shape (m,).
     """
     single = torch.stack([check.problem.base(), values])
     return _relative(largest(vectorized - single), check.settings.eps * check.settings.atol)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.checks.order import check
-from fastgrad.checks.small_calls import MIN_VECTORIZED_COLUMNS
+from fastgrad.checks.small_calls import MAX_VECTORIZED_NUMBERS, MIN_VECTORIZED_COLUMNS
 from fastgrad.report.report import Report
 from tests.planted.row import function
 
@@ -72,13 +72,11 @@ def test_calls_do_not_depend_on_the_number_of_columns() -> None:
     assert [report_of(chain, leaf(n), engine="dense")[1] for n in (MIN_VECTORIZED_COLUMNS, 40, 120)] == [16, 16, 16]
 
 
-def test_large_batches_are_split() -> None:
-    report, calls = report_of(lambda x: (x.cumsum(0) / 2000).sin().sum(), leaf(2000), engine="dense")
+@pytest.mark.parametrize("n", [500, 530])
+def test_points_of_a_vectorized_call_fit_in_a_cache(n: int) -> None:
+    report, calls = report_of(lambda x: x.sin().sum(), leaf(n), engine="dense")
     assert report.passed
-    assert report.plan is not None
-    assert report.plan.batch is not None
-    assert report.plan.batch < 2000
-    assert 16 < calls < 60
+    assert (calls <= 16) is (n * (n + 2) <= MAX_VECTORIZED_NUMBERS)
 
 
 @pytest.mark.parametrize("mode", ["backward", "forward"])
