@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,9 +110,8 @@ def _report_of_small(small: SmallCheck, names: tuple[str, ...], start: float) ->
     elif small.pattern is not None:
         plan = small.pattern.plan()
     else:
-        plan = small_plan(problem.n, problem.m, settings.engine)
-        if small.columns is not None and not small.vectorization_failed:
-            plan = replace(plan, batch=problem.n)
+        is_vectorized = small.columns is not None and not small.vectorization_failed
+        plan = small_plan(problem.n, problem.m, settings.engine, is_vectorized)
         if settings.check_backward_ad and problem.m > 1:
             certificates = (linear_backward(GRAD_OUTPUT_KINDS, settings.atol),)
     notes = small.notes if problem.tensor_device.type == "cuda" else []

@@ -403,11 +403,15 @@ def _reason(engine: Engine) -> str:
 
 
 @lru_cache(64)
-def small_plan(n: int, m: int, engine: Engine) -> Plan:
-    """The plan that `make_plan` makes for one block of rows and one pass over the columns."""
+def small_plan(n: int, m: int, engine: Engine, is_vectorized: bool) -> Plan:
+    """The plan that `make_plan` makes for one block of rows and one pass over the columns.
+
+    is_vectorized: whether all columns come from one vectorized call.
+    """
     columns, rows = max(MIN_COLUMNS_PER_PASS, n), max(1, BLOCK_BYTES // (8 * max(1, n)))
     memory = 8 * (columns * max(1, m) + min(rows, m) * n)
-    return Plan("dense", columns, rows, True, _reason(engine), memory=memory)
+    reason = "one vectorized call gives all columns" if is_vectorized and engine == "auto" else _reason(engine)
+    return Plan("dense", columns, rows, True, reason, memory=memory, batch=n if is_vectorized else None)
 
 
 def _column_strategy(problem: Problem, settings: Settings, look: FirstLook) -> tuple[int | None, bool, str]:
