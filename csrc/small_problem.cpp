@@ -283,14 +283,27 @@ std::variant<at::Tensor, Changed> SmallProblem::difference_columns(double eps, i
   return on_cpu(columns);
 }
 
-std::optional<std::pair<at::Tensor, at::Tensor>> SmallProblem::vectorized_columns(
-    const py::object& evaluate, const at::Tensor& displacement, double eps) const {
+std::optional<std::pair<at::Tensor, double>> SmallProblem::vectorized_columns(
+    const py::object& evaluate, const at::Tensor& displacement, const at::Tensor& values, double eps) const {
+  check_contiguous_float64("vectorized_columns", "values", values);
+  TORCH_CHECK(
+      values.is_cpu() && values.numel() == m_, "vectorized_columns: values must have ", m_, " elements, got ",
+      values.numel());
   const at::Tensor columns = empty_on_device({n_, m_});
-  const auto values = evaluator_->vectorized_columns(evaluate, on_device(displacement), columns, specs_, eps);
-  if (!values) {
+  const auto found = evaluator_->vectorized_columns(evaluate, on_device(displacement), columns, specs_, eps);
+  if (!found) {
     return std::nullopt;
   }
-  return std::pair(on_cpu(columns), on_cpu(*values));
+  const at::Tensor vectorized = on_cpu(*found);
+  const at::Tensor at_x = base();
+  const double* const left = vectorized.const_data_ptr<double>();
+  const double* const right[] = {at_x.const_data_ptr<double>(), values.const_data_ptr<double>()};
+  double largest = 0;
+  for (int64_t i = 0; i < 2 * m_; ++i) {
+    const double error = std::abs(left[i] - right[i / m_][i % m_]);
+    largest = std::isnan(error) ? std::numeric_limits<double>::infinity() : std::max(largest, error);
+  }
+  return std::pair(on_cpu(columns), largest);
 }
 
 std::variant<at::Tensor, Changed> SmallProblem::values_of(const std::vector<at::Tensor>& inputs) const {

@@ -81,10 +81,11 @@ class SmallProblem {
   // other properties.
   std::variant<at::Tensor, Changed> difference_columns(double eps, int64_t first, int64_t count) const;
 
-  // All columns, and the outputs at x and x + displacement, from one vectorized call, as Evaluator::vectorized_columns
-  // gives them; nothing if a result has other properties than an output.
-  std::optional<std::pair<at::Tensor, at::Tensor>> vectorized_columns(
-      const pybind11::object& evaluate, const at::Tensor& displacement, double eps) const;
+  // All columns from one vectorized call, as of Evaluator::vectorized_columns, and the largest error of the outputs at
+  // x and x + displacement, which are `values` (float64, shape (m,)) in single calls; a NaN counts as infinite. Nothing
+  // if a result has other properties than an output.
+  std::optional<std::pair<at::Tensor, double>> vectorized_columns(
+      const pybind11::object& evaluate, const at::Tensor& displacement, const at::Tensor& values, double eps) const;
 
   // The outputs at other inputs: float64, shape (m,); or what func returned.
   std::variant<at::Tensor, Changed> values_of(const std::vector<at::Tensor>& inputs) const;

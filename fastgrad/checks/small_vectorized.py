@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -90,25 +91,21 @@ def _verified_columns(check: SmallCheck, displacement: Tensor, values: Tensor) -
     return None
 
 
+@phase("numerical columns")
 def _trial(check: SmallCheck, displacement: Tensor, values: Tensor) -> tuple[Tensor | None, float]:
     """Columns from vectorized calls, None if func raises in them; and their error relative to the allowed one."""
-    found = _columns_and_values(check, displacement)
+    settings, problem = check.settings, check.problem
+    positions = [position for position, _, _ in problem.inputs]
+    evaluate = partial(_results, check.func, positions)
+    run = partial(problem.vectorized_columns, evaluate, displacement, values, settings.eps)
+    found = unless_rejected(run)
     if found is None:
         return None, torch.inf
-    columns, vectorized = found
-    error = _error_of_values(check, vectorized, values)
+    columns, difference = found
+    error = _relative(difference, settings.eps * settings.atol)
     for test in (_error_of_columns, _error_of_sums):  # the one with fewer calls first
         error = error if error > 1 else test(check, columns)
     return columns, error
-
-
-@phase("numerical columns")
-def _columns_and_values(check: SmallCheck, displacement: Tensor) -> tuple[Tensor, Tensor] | None:
-    """As `SmallProblem.vectorized_columns`; None if func raises in vectorized calls."""
-    problem = check.problem
-    positions = [position for position, _, _ in problem.inputs]
-    evaluate = partial(_results, check.func, positions)
-    return unless_rejected(partial(problem.vectorized_columns, evaluate, displacement, check.settings.eps))
 
 
 def _results(func: Callable[..., Any], positions: Sequence[int], arguments: tuple[Any, ...], count: int) -> Any:
@@ -117,15 +114,6 @@ def _results(func: Callable[..., Any], positions: Sequence[int], arguments: tupl
             return vectorized_call(func, arguments, positions, count)
         with func.vectorized(count):
             return func(*arguments)
-
-
-def _error_of_values(check: SmallCheck, vectorized: Tensor, values: Tensor) -> float:
-    """The error of the outputs at x and next to x, relative to the allowed one.
-
-    vectorized: those of the vectorized call, shape (2, m). values: those next to x, shape (m,).
-    """
-    single = torch.stack([check.problem.base(), values])
-    return _relative(largest(vectorized - single), check.settings.eps * check.settings.atol)
 
 
 @phase("trial of columns")
@@ -144,13 +132,18 @@ def _error_of_sums(check: SmallCheck, columns: Tensor) -> float:
 @phase("trial of columns")
 def _error_of_columns(check: SmallCheck, columns: Tensor) -> float:
     """Infinite if one of a few columns differs from the column of single calls; otherwise 1."""
-    settings, n = check.settings, check.problem.n
-    for where in uniform(SINGLE_COLUMNS, settings.seed, TRIAL_STREAM + 16 * DIRECTIONS, 0).tolist():
-        column = min(n - 1, int((where + 1) / 2 * n))
+    settings = check.settings
+    for column in _single_columns(check.problem.n, settings.seed):
         found = _unless_changed(check, partial(check.problem.difference_columns, settings.eps, column, 1))
-        if found is None or not torch.allclose(columns[column], found[0], rtol=0.0, atol=settings.atol):
+        if found is None or not largest(columns[column] - found[0]) <= settings.atol:
             return torch.inf
     return 1.0
+
+
+@lru_cache(64)
+def _single_columns(n: int, seed: int) -> tuple[int, ...]:
+    places = uniform(SINGLE_COLUMNS, seed, TRIAL_STREAM + 16 * DIRECTIONS)
+    return tuple(min(n - 1, int((place + 1) / 2 * n)) for place in places.tolist())
 
 
 def _unless_changed(check: SmallCheck, run: Callable[[], Result | tuple[int, int, Any]]) -> Result | None:
@@ -165,4 +158,4 @@ def _unless_changed(check: SmallCheck, run: Callable[[], Result | tuple[int, int
 def _relative(error: float, atol: float) -> float:
     """An error relative to the allowed one, but at least 1, for a component of a direction is at least half a step."""
     allowed = SHARE * atol / 2
-    return 1.0 if error <= allowed else error / allowed  # not "error > allowed", because a NaN must not agree
+    return max(1.0, error / allowed) if math.isfinite(error) else torch.inf
