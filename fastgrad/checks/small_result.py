@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastgrad.engines.compressed import Compression
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SmallPattern:
     """A sparsity pattern in groups, with the grad_outputs that give its rows.
 
@@ -66,7 +66,7 @@ UNDECIDED_SUMS = "decided by the exact engine, because random directions gave no
 """The note of a report if sums decided nothing, and all entries were compared."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class SmallCheck(Findings):
     """The results of a small check: for its report if it passes, otherwise for the complete check, which uses them.
 

@@ -28,7 +28,7 @@ MAX_CACHED = 1 << 10
 functions of the same shapes."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class JacobianBlock:
     """Rows of one output against one input, computed both ways.
 

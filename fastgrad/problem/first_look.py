@@ -36,7 +36,7 @@ second number. Then its measured seconds are used, without the time of other pro
 and coordinates are used, so that the choices on a busy machine are the same as on an idle one."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FirstLook:
     """Results of a few evaluations at x and at one point next to it.
 

@@ -49,7 +49,7 @@ the prediction. If it is larger, probes are repeated. Curvature within steps of 
 explain more."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Pattern:
     """Entries that may differ from zero, row by row: CSR over the real coordinates of outputs and inputs.
 

@@ -43,7 +43,7 @@ FEW_PLACES = 8
 """Largest number of indices along a dimension that an extent lists one by one."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Findings:
     """What a check finds in addition to its verdict.
 
@@ -152,7 +152,7 @@ def excesses(
     return (values - numerical).abs() / (atol + rtol * numerical.abs())
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PairComparison:
     """Compares the two Jacobians of one output with respect to one input, block by block.
 
