@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastgrad.checks.small_result import SmallCheck
+from fastgrad.checks.small_steps import rounding_of_differences
 from fastgrad.core.errors import unless_rejected
 from fastgrad.core.memory import Result
 from fastgrad.core.native import RandomDirections
@@ -19,8 +20,8 @@ from fastgrad.core.random import TRIAL_STREAM, uniform
 from fastgrad.core.tensors import largest
 from fastgrad.core.torch_private import vectorized_call
 from fastgrad.engines import vmapped
-from fastgrad.engines.executor import BEYOND_ROUNDING, DIRECTIONS, SHARE
-from fastgrad.engines.sketch import KINK
+from fastgrad.engines.executor import DIRECTIONS, SHARE
+from fastgrad.engines.sketch import KINK, derivatives_vary
 from fastgrad.problem.first_look import values_vary
 from fastgrad.problem.second_order import Backward
 
@@ -79,33 +80,50 @@ def _values_again(check: SmallCheck, displacement: Tensor) -> Tensor | None:
 
 
 def _verified_columns(check: SmallCheck, displacement: Tensor, values: Tensor) -> Tensor | None:
-    """Columns from vectorized calls; None if func raises in them, or if they do not agree with single calls.
+    """Columns from a vectorized call; None if func raises in it, or if they do not agree with single calls.
 
     values: the outputs at x + displacement, float64, shape (m,).
     """
-    columns, error = _trial(check, displacement, values)
-    if columns is None or error <= 1:
-        return columns
-    if check.changed is None and error > BEYOND_ROUNDING and _trial(check, displacement, values)[1] <= 1:
+    trial = partial(_trial, check, displacement, values)
+    first = trial()
+    if first is None or first.error <= 1:
+        return None if first is None else first.columns
+    again = trial() if check.changed is None else None
+    if again is not None and (again.error <= 1 or _varies(check, first.measured, again.measured)):
         check.irreproducible.append("in vectorized calls")
     return None
 
 
+def _varies(check: SmallCheck, before: Tensor, again: Tensor) -> bool:
+    """Whether repeated derivatives, float64, show that func returned other values than at first."""
+    if before.shape != again.shape:
+        return True  # another test failed
+    return derivatives_vary(check.settings, again, before, rounding_of_differences(check, 1.0))
+
+
+class _Trial(NamedTuple):
+    """The columns of a vectorized call, their error relative to the allowed one, and all derivatives in one vector."""
+
+    columns: Tensor
+    error: float
+    measured: Tensor
+
+
 @phase("numerical columns")
-def _trial(check: SmallCheck, displacement: Tensor, values: Tensor) -> tuple[Tensor | None, float]:
-    """Columns from vectorized calls, None if func raises in them; and their error relative to the allowed one."""
+def _trial(check: SmallCheck, displacement: Tensor, values: Tensor) -> _Trial | None:
+    """A vectorized call and its tests, up to the first one that fails; None if func raises in this call."""
     settings, problem = check.settings, check.problem
     positions = [position for position, _, _ in problem.inputs]
     evaluate = partial(_results, check.func, positions)
-    run = partial(problem.vectorized_columns, evaluate, displacement, values, settings.eps)
-    found = unless_rejected(run)
+    found = unless_rejected(partial(problem.vectorized_columns, evaluate, displacement, values, settings.eps))
     if found is None:
-        return None, torch.inf
+        return None
     columns, difference = found
+    measured = [columns.new_tensor([difference / settings.eps]), columns.reshape(-1)]
     error = _relative(difference, settings.eps * settings.atol)
     for test in (_error_of_columns, _error_of_sums):  # the one with fewer calls first
-        error = error if error > 1 else test(check, columns)
-    return columns, error
+        error = error if error > 1 else test(check, columns, measured)
+    return _Trial(columns, error, torch.cat(measured) if error > 1 else columns)
 
 
 def _results(func: Callable[..., Any], positions: Sequence[int], arguments: tuple[Any, ...], count: int) -> Any:
@@ -117,8 +135,11 @@ def _results(func: Callable[..., Any], positions: Sequence[int], arguments: tupl
 
 
 @phase("trial of columns")
-def _error_of_sums(check: SmallCheck, columns: Tensor) -> float:
-    """The error of sums of columns along random directions, relative to the allowed one, as in `executor`."""
+def _error_of_sums(check: SmallCheck, columns: Tensor, measured: list[Tensor]) -> float:
+    """The error of sums of columns along random directions, relative to the allowed one, as in `executor`.
+
+    Adds the derivatives of single calls to `measured`.
+    """
     settings = check.settings
     streams = [TRIAL_STREAM + 16 * which for which in range(DIRECTIONS)]
     points = [EVALUATIONS_PER_DIRECTION] * DIRECTIONS
@@ -126,16 +147,24 @@ def _error_of_sums(check: SmallCheck, columns: Tensor) -> float:
     found = _unless_changed(check, partial(check.problem.differences_along, along, KINK))
     if found is None:
         return torch.inf
-    return _relative(largest(found.derivatives.cpu() - found.directions.cpu() @ columns), settings.atol)
+    derivatives = found.derivatives.cpu()
+    measured.append(derivatives.reshape(-1))
+    return _relative(largest(derivatives - found.directions.cpu() @ columns), settings.atol)
 
 
 @phase("trial of columns")
-def _error_of_columns(check: SmallCheck, columns: Tensor) -> float:
-    """Infinite if one of a few columns differs from the column of single calls; otherwise 1."""
+def _error_of_columns(check: SmallCheck, columns: Tensor, measured: list[Tensor]) -> float:
+    """Infinite if one of a few columns differs from the column of single calls; otherwise 1.
+
+    Adds the columns of single calls to `measured`.
+    """
     settings = check.settings
     for column in _single_columns(check.problem.n, settings.seed):
         found = _unless_changed(check, partial(check.problem.difference_columns, settings.eps, column, 1))
-        if found is None or not largest(columns[column] - found[0]) <= settings.atol:
+        if found is None:
+            return torch.inf
+        measured.append(found[0])
+        if not largest(columns[column] - found[0]) <= settings.atol:
             return torch.inf
     return 1.0
 
