@@ -11,12 +11,9 @@ from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.native import Layout
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import near
+from fastgrad.engines.plan import vectorized_columns_pay
 from fastgrad.problem.first_look import values_vary
 from fastgrad.verdict.repeated_rows import allowed_movement
-
-MIN_VECTORIZED_COLUMNS = 16
-"""Least number of columns for a vectorized call. With fewer, the single calls that test it take longer than all single
-calls for the columns."""
 
 MAX_VECTORIZED_NUMBERS = 1 << 18
 """Largest number of values, of inputs and outputs, on one side of the differences of a vectorized call: 4 MB for both
@@ -41,9 +38,9 @@ def columns_are_vectorized(check: SmallCheck) -> bool:
 
 
 def _may_be_vectorized(check: SmallCheck) -> bool:
-    n, m = check.problem.n, check.problem.m
-    is_of_size = n >= MIN_VECTORIZED_COLUMNS and n * (n + 2 * m) <= MAX_VECTORIZED_NUMBERS
-    return is_of_size and not check.is_custom and check.settings.atol > 0
+    problem = check.problem
+    fits = problem.n * (problem.n + 2 * problem.m) <= MAX_VECTORIZED_NUMBERS
+    return fits and not check.is_custom and check.settings.atol > 0 and vectorized_columns_pay(problem)
 
 
 @phase("numerical columns")

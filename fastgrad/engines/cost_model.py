@@ -29,6 +29,11 @@ class CostModel(NamedTuple):
     vectorized_rows, vectorized_seconds
         Upper limits for one vectorized VJP: its rows, and the seconds of an evaluation times its rows. Beyond them,
         memory may not suffice.
+    vectorized_columns_seconds, vectorized_columns_calls
+        Seconds that a small check takes for the numerical columns from a vectorized call in addition to the evaluations
+        of its tests, and the number of these evaluations. As measured, they take as long as columns from single calls
+        for acos of 64 elements, for a chain of four operators on 30 elements, and in second order for softmax of 18
+        elements. An evaluation counts with its estimated time (`usual_seconds`), which is up to twice the true one.
     sketch_seconds, sketch_calls
         Seconds that a sketch takes in addition to its calls, and the evaluations that take as long as its calls.
     small_sketch_seconds, small_sketch_calls
@@ -74,6 +79,8 @@ class CostModel(NamedTuple):
     jvp_evaluations: float = 3.0
     vectorized_rows: int = 1024
     vectorized_seconds: float = 10e-3
+    vectorized_columns_seconds: float = 0.55e-3
+    vectorized_columns_calls: int = 14
     sketch_seconds: float = 0.18e-3
     sketch_calls: int = 24
     small_sketch_seconds: float = 0.05e-3

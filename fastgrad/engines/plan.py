@@ -172,6 +172,12 @@ def takes_first_look(problem: Problem | SmallProblem, settings: Settings) -> boo
     return settings.engine == "compressed" or seconds >= cost_model.COSTS.guess_seconds
 
 
+def vectorized_columns_pay(problem: SmallProblem) -> bool:
+    """Whether a vectorized call and its tests take less time than single calls for all numerical columns."""
+    costs, seconds = cost_model.COSTS, usual_seconds(problem, problem.working_seconds)
+    return (2 * problem.n - costs.vectorized_columns_calls) * seconds > costs.vectorized_columns_seconds
+
+
 def vectorization_pays(problem: SmallProblem, settings: Settings) -> bool:
     """Whether vectorized columns and vectorized rows probably cost less than detecting structure."""
     if problem.n * problem.m > MAX_VECTORIZED_ENTRIES or settings.engine == "compressed":

@@ -11,11 +11,19 @@ from torch import Tensor
 
 import fastgrad
 from fastgrad.checks.order import check
-from fastgrad.checks.small_calls import MAX_VECTORIZED_NUMBERS, MIN_VECTORIZED_COLUMNS
+from fastgrad.checks.small_calls import MAX_VECTORIZED_NUMBERS
+from fastgrad.engines import cost_model
 from fastgrad.report.report import Report
+from tests.costs import set_costs
 from tests.planted.row import function
 
 N = 24
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectorized calls are tried even if single calls take less time."""
+    set_costs(monkeypatch, vectorized_columns_seconds=0.0)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -69,7 +77,14 @@ def test_right_functions_pass(func: Callable[..., Any], inputs: tuple[Any, ...],
 
 
 def test_calls_do_not_depend_on_the_number_of_columns() -> None:
-    assert [report_of(chain, leaf(n), engine="dense")[1] for n in (MIN_VECTORIZED_COLUMNS, 40, 120)] == [16, 16, 16]
+    assert [report_of(chain, leaf(n), engine="dense")[1] for n in (16, 40, 120)] == [16, 16, 16]
+
+
+def test_few_columns_of_a_fast_function_come_from_single_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_model, "COSTS", cost_model.CostModel())
+    assert report_of(torch.sin, leaf(30), engine="dense")[1] == 62
+    assert report_of(torch.sin, leaf(90), engine="dense")[1] == 16
+    assert report_of(chain, leaf(45), engine="dense")[1] == 16
 
 
 @pytest.mark.parametrize("n", [500, 530])

@@ -16,6 +16,7 @@ from torch import Tensor
 import fastgrad
 from fastgrad.core.memory import UNKNOWN_BYTES, free_bytes, raises_memory_error
 from fastgrad.core.native import IS_NATIVE
+from tests.costs import set_costs
 
 GIB = 1 << 30
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -148,7 +149,7 @@ def test_the_dense_engine_takes_fewer_columns(error: Exception, small: bool, mon
     x = leaf(40)
     # On a busy machine, a trial of batches would make one of the calls; a small check would make few.
     monkeypatch.setattr("fastgrad.engines.plan._column_strategy", lambda *_: (None, False, ""))
-    monkeypatch.setattr("fastgrad.checks.small_calls.MIN_VECTORIZED_COLUMNS", 100)
+    set_costs(monkeypatch, vectorized_columns_seconds=1.0)
     if not small:
         monkeypatch.setattr("fastgrad.checks.order.small_check", lambda *_: None)
     # Every lack of memory must recur: calls are repeated once. A small check (not in plain Python) computes all columns

@@ -36,7 +36,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     set_costs(monkeypatch, guess_seconds=0.0)
     set_costs(monkeypatch, trial_seconds=0.0)
     set_costs(monkeypatch, trial_gain=0.0)
-    monkeypatch.setattr("fastgrad.checks.small_calls.MIN_VECTORIZED_COLUMNS", 1000)  # not in a small check
+    set_costs(monkeypatch, vectorized_columns_seconds=1.0)  # not in a small check
 
 
 W = leaf(9, 9, seed=1).detach()
@@ -303,7 +303,7 @@ def test_every_input_has_its_own_step_and_tolerance() -> None:
 def test_the_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     set_costs(monkeypatch, guess_seconds=0.0)
     set_costs(monkeypatch, trial_seconds=0.0)
-    monkeypatch.setattr("fastgrad.checks.small_calls.MIN_VECTORIZED_COLUMNS", 1000)  # not in a small check
+    set_costs(monkeypatch, vectorized_columns_seconds=1.0)  # not in a small check
     for seconds, faster in (((0.0, 1.0, 1.1), True), ((0.0, 1.0, 401.0), False)):
         clock = iter(seconds)
         monkeypatch.setattr(executor, "clock", lambda _, clock=clock: next(clock))

@@ -93,7 +93,7 @@ def test_restored_when_func_raises_on_every_call(
     error: type[BaseException], dtype: torch.dtype, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_costs(monkeypatch, guess_seconds=0.0)  # otherwise the number of calls would depend on their time
-    monkeypatch.setattr("fastgrad.checks.small_calls.MIN_VECTORIZED_COLUMNS", 100)  # many single calls
+    set_costs(monkeypatch, vectorized_columns_seconds=1.0)  # many single calls
     x = leaf(2, 7, dtype=dtype)
     with torch.no_grad():
         x[0, 0] = -0.0
@@ -468,7 +468,7 @@ def test_a_wrapper_subclass() -> None:
 
 def test_func_sees_no_graph_only_where_it_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     set_costs(monkeypatch, guess_seconds=0.0)  # the first look runs even for a fast func
-    monkeypatch.setattr("fastgrad.checks.small_calls.MIN_VECTORIZED_COLUMNS", 100)  # not in a small check
+    set_costs(monkeypatch, vectorized_columns_seconds=1.0)  # not in a small check
     x = leaf(20)
     modes = []
 
