@@ -342,19 +342,23 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
     eps, slopes = one.eps, one.slopes
     allowed = own.allowed(torch.hypot(values.nan_to_num(), other))
     quantum = _quantum(one)
-    doubtful = _is_rounded(one, values, errors, allowed) | _is_staircase(one, values, allowed)
+    uneven = _uneven_bends(one)
+    doubtful = _is_rounded(one, values, errors, allowed) | _is_staircase(one, values, allowed, uneven)
     doubtful |= _is_absorbed(one, quantum)
     some = doubtful.nonzero().reshape(-1)
     if some.numel():
-        # Rounding of func: how far smaller steps deviate from its slope at eps, if the deviation is small.
+        # Rounding of func: how far changes at smaller steps deviate from its slope at eps, and bends from a parabola.
+        # Both deviations must be small, because next to a kink, only bends may deviate.
         slope = (one.left + one.right)[some] / 2
         finer = torch.where(one.steps[:, some] <= eps, one.widths[:, some], 0.0)
-        noise = ((slopes[:, some] - slope) * finer).abs().amax(0)
+        change = ((slopes[:, some] - slope) * finer).abs()
+        noise = torch.maximum(change, torch.where(finer != 0, uneven[:, some].abs(), 0.0)).amax(0)
         little = noise <= ROUNDED * 2 * eps * slope.abs()
-        some, noise = some[little], noise[little]
+        some, noise, slope = some[little], noise[little], slope[little]
         noise = torch.maximum(noise, one.rounding[some])
         better = extrapolate(slopes[:, some], one.widths[:, some], noise, one.ratio)
         sure = better[1] <= own.allowed(torch.hypot(better[0], other[some]))
+        sure &= (better[0] - slope).abs() * eps <= noise  # otherwise, rounding does not explain the slope at eps
         some = some[sure]
         values[some], errors[some] = (result[sure] for result in better)
         doubtful[some] = False
@@ -417,12 +421,27 @@ def _kinks(one: Measured, used: Tensor) -> Tensor:
     return torch.where(both.any(0), torch.where(both, change, 0.0).sum(0), torch.inf)
 
 
-def _is_staircase(one: Measured, values: Tensor, allowed: Tensor) -> Tensor:
+def _uneven_bends(one: Measured) -> Tensor:
+    """The bends without the parabola through x and the widest step of at most WIDER * eps: shape (steps, entries).
+
+    Where func is smooth, little remains. Kinks and rounding remain.
+    """
+    wide = (one.widths != 0) & (one.steps <= WIDER * one.eps)
+    if not len(wide):
+        return one.bends
+    widest = wide.to(torch.int8).argmax(0, keepdim=True)
+    bend, step = (some.gather(0, widest) for some in (one.bends, one.steps))
+    return one.bends - torch.where(wide & bend.isfinite(), bend * (one.steps / step) ** 2, 0.0)
+
+
+def _is_staircase(one: Measured, values: Tensor, allowed: Tensor, uneven: Tensor) -> Tensor:
     """Whether func is a staircase along a straight line, as in lower precision, and `values` are slopes of a stair.
 
     Returns a bool tensor of shape (entries,). Next to x, func has the slope `values`. The rest of its changes at larger
-    steps must be proportional to the step, up to the height of a stair, on both sides of x. If func no longer changes
-    at larger steps, it is not a staircase: it may sort its inputs or oscillate.
+    steps must be proportional to the step, up to the height of a stair, on both sides of x: next to a kink, bends are
+    larger. If func no longer changes at larger steps, it is not a staircase: it may sort its inputs or oscillate.
+
+    uneven: `_uneven_bends`.
     """
     steps, widths, eps = one.steps, one.widths, one.eps
     taken = widths != 0
@@ -434,7 +453,7 @@ def _is_staircase(one: Measured, values: Tensor, allowed: Tensor) -> Tensor:
     height = torch.where(is_stair & used, rest.abs(), torch.inf).amin(0)
     widest = used.to(torch.int8).argmax(0, keepdim=True)
     rise, width, bend, change = (some.gather(0, widest)[0] for some in (rest, widths, one.bends, one.changes))
-    off = torch.where(used, rest - rise / width * widths, 0.0).abs().amax(0)
+    off = torch.where(used, torch.maximum((rest - rise / width * widths).abs(), uneven.abs()), 0.0).amax(0)
     matters = (rise / width).abs() > SHARE_THAT_MATTERS * allowed
     flat = ~(is_stair & (steps <= ROUNDED / 4 * eps)).any(0)
     straight = (off <= 2 * height) & (rise.abs() >= MIN_STAIRS * height) & (bend.abs() <= rise.abs() / 4)

@@ -170,7 +170,7 @@ def worst_remeasured(
     # A gradient is wrong if it agrees only with slopes that come from rounding inside func.
     is_undecided = agrees & ~found.converged & ~found.are_no_slopes & (off <= MAX_UNDECIDED_ERROR * found.allowed)
     for which in map(int, is_undecided.nonzero().reshape(-1)):  # tensor subclasses have no tolist
-        is_undecided[which] = all(found.kinks(which))
+        is_undecided[which] = all(found.kinks(which)) and found.is_one_sided(which)
     unresolved = float(off[is_undecided].amax()) if bool(is_undecided.any()) else 0.0
     wrong = ~(agrees & (found.converged | is_undecided)) | found.moved
     return _worst_of(found, wrong) if bool(wrong.any()) else None, wrong, unresolved
@@ -225,6 +225,15 @@ class _Remeasured:
     def kinks(self, entry: int) -> Iterator[bool]:
         """Whether func has a kink, for each coordinate of an entry."""
         return (column.is_kink(row, self.suspects.tolerances) for column, row in self.parts(entry))
+
+    def is_one_sided(self, entry: int) -> bool:
+        """Whether each coordinate's derivative is one of the one-sided derivatives at eps, as next to a single kink."""
+        own = float(self.allowed[entry])
+        return all(
+            min(abs(side[row].item() - column.values[row].item()) for side in (column.left, column.right))
+            <= own + column.errors[row].item()
+            for column, row in self.parts(entry)
+        )
 
     @cached_property
     def moved(self) -> Tensor:

@@ -460,3 +460,68 @@ def test_a_large_eps_finds_right_gradients_right(func: Func, eps: float) -> None
     x = leaf(0.1, 0.5, 1.2)
     assert fastgrad.gradcheck(func, (x,), eps=eps)
     assert not fastgrad.gradcheck(scaled(func, 1.1), (x,), eps=eps, raise_exception=False)
+
+
+def triangles(share: float, period: float) -> Func:
+    """The identity plus a triangle wave with slopes +-share."""
+    return lambda x: x + share * period * (x / period - (x / period).round()).abs()
+
+
+def ramps(excess: float, length: float, start: float) -> Func:
+    """A func with the slopes 1 + excess and 1 in turn, each over a length."""
+
+    def func(x: Tensor) -> Tensor:
+        place = (x - start) / length
+        steep = torch.div(place, 2, rounding_mode="floor") + torch.remainder(place, 2).clamp(max=1)
+        return x + excess * length * steep
+
+    return func
+
+
+KINKS: dict[str, tuple[Func, float, float, float]] = {
+    **{
+        f"triangles of {period:g} eps, x at {distance:g} eps, eps {eps}": (
+            triangles(share, period * eps),
+            (3 * period + distance) * eps,
+            eps,
+            1.0,
+        )
+        for eps, period, share, distance in (
+            (1e-6, 10.0, 0.5, 0.02),
+            (1e-6, 10.0, 0.9, 0.016),
+            (1e-6, 1 / 0.03, 0.15, 0.1),
+            (1e-6, 1 / 0.03, 0.05, 0.3),
+            (1e-4, 10.0, 0.5, 0.02),
+        )
+    },
+    **{
+        f"ramps of {length:g} eps": (ramps(excess, length * eps, x - start * eps), x, eps, 1 + excess / 2)
+        for length, start, excess, eps, x in (
+            (14.654219512732391, -0.765033398996258, 0.1934893321722082, 1e-6, 0.0),
+            (11.596761608249412, 0.7806105053394383, 0.20425800069640807, 1e-6, 0.3),
+            (21.299603046824764, 0.743602113151214, 0.13398022999325285, 1e-6, 0.0),
+            (2.7873843195387202, -0.6968126853738319, 0.1331780048992054, 1e-4, 0.0),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("engine", ["dense", "compressed", "sketch"])
+@pytest.mark.parametrize("name", KINKS)
+def test_kinks_within_and_beyond_eps_are_no_staircase(name: str, engine: str) -> None:
+    """The mean slope of func, which is neither its slope at x nor that at eps."""
+    func, x, eps, mean = KINKS[name]
+    keywords = {"eps": eps, "engine": engine, "fast_mode": engine == "sketch", "raise_exception": False}
+    wrong = lambda v: func(v).detach() + mean * (v - v.detach())  # noqa: E731
+    assert not torch.autograd.gradcheck(wrong, (leaf(x),), eps=eps, raise_exception=False)
+    assert not fastgrad.gradcheck(wrong, (leaf(x),), **keywords)
+    if name.startswith("triangles"):
+        assert fastgrad.gradcheck(func, (leaf(x),), **keywords)
+
+
+def test_a_derivative_next_to_a_kink_is_one_of_the_one_sided_derivatives() -> None:
+    """Rounding inside func absorbs the kink at the smallest steps, and leaves the mean slope there."""
+    length, start = 13.747886261700677e-6, 7.634259682510746e-9
+    func = lambda x: x + 1.277 * length * (1 - (torch.remainder((x - start) / length, 2.0) - 1).abs())  # noqa: E731
+    wrong = lambda v: func(v).detach() + (v - v.detach())  # noqa: E731
+    assert not fastgrad.gradcheck(wrong, (leaf(0.0),), raise_exception=False)
