@@ -33,6 +33,13 @@ LARGEST_STEP = 1e-2
 SMALLEST_STEP = 1e-13
 """The smallest step, relative to |x|; steps are at least 4 ulp of x."""
 
+FAR_BELOW = 2.0**-12
+"""If the smallest step would be larger than this share of eps, because |x| is large, steps go down to this or, if it is
+larger, to one ulp of x."""
+
+FEWEST_ULPS = 16.0
+"""If the points of the difference at eps are closer than this many ulps of x, they do not resolve rounding of x."""
+
 RATIO = 4.0
 """The ratio of a step to the next smaller one."""
 
@@ -76,6 +83,10 @@ BEND_ROUNDING = 4.0
 
 FINEST_STEPS = 4
 """The scatter of the differences at this many smallest steps measures the noise of func."""
+
+GROWTH = 8.0
+"""Largest noise, in units of how far the values at the two smallest steps disagree. It is rare that rounding makes them
+disagree by less than an eighth of its usual effect."""
 
 HIDDEN_SHARE = 1 / 8
 """If func is constant at small steps, rounding inside func may hide the derivative that large steps show. This is its
@@ -172,6 +183,9 @@ class Measured(NamedTuple):
     drift
         By how much repeated values of func differ, at x and at isolated steps: float64, shape (entries,). Zero after
         quick measurements.
+    most_width
+        The largest width of a difference that shows rounding: that of the difference at eps or, if x is so large that
+        this does not resolve rounding of x, a larger one. Float64, shape (entries,).
     eps
         The step of the check.
     ratio
@@ -187,6 +201,7 @@ class Measured(NamedTuple):
     right: Tensor
     at_eps: Tensor
     drift: Tensor
+    most_width: Tensor
     eps: float
     ratio: float
     steps: Tensor
@@ -221,6 +236,8 @@ def measured(
     x = _plain(problem.coordinates()[where].abs())
     ulp = spacing(block.tensor.dtype)
     smallest = torch.maximum(SMALLEST_STEP * x, 4 * ulp * x.clamp(min=2.0**-40))
+    # ulp * x is up to twice the spacing of numbers near x.
+    smallest = torch.minimum(smallest, torch.clamp(ulp / 2 * x, min=FAR_BELOW * eps * block.step))
     displacement = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     # If an input is sparse, this evaluates a copy with all elements specified, like all evaluations below.
     base = problem.evaluate(record_graph, displacement)[outputs]
@@ -253,7 +270,8 @@ def measured(
             if pair is not None:
                 again = pair[0] - pair[1]
                 drift = torch.where(near(again, changes[step], drift), drift, (again - changes[step]).abs())
-    return Measured(rounding, *sides, drift, eps * block.step, ratio, *found)
+    most_width = torch.maximum(problem.coordinate_widths(eps)[where], FEWEST_ULPS * ulp * x)[owner]
+    return Measured(rounding, *sides, drift, most_width, eps * block.step, ratio, *found)
 
 
 def _isolated(widths: Tensor, changes: Tensor, rounding: Tensor) -> list[int]:
@@ -327,7 +345,7 @@ def settled(parts: Sequence[Sequence[Measured]], own: Tolerances, width: int = 1
         Number of consecutive output coordinates that make one entry. Either this or the number of parts is 1.
     """
     joined = [_joined(found) for found in parts]
-    estimates = [extrapolate(one.slopes, one.widths, one.rounding, one.ratio) for one in joined]
+    estimates = [extrapolate(one.slopes, one.widths, one.rounding, one.ratio, _most_noise(one)) for one in joined]
     values = torch.stack([value.nan_to_num() for value, _ in estimates]).reshape(len(parts), -1, width)
     # The tolerance of a complex entry depends on its modulus. Therefore, each part needs the size of the other part.
     others = values.flip(0, 2) if len(parts) * width == 2 else torch.zeros_like(values)
@@ -356,7 +374,7 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
         little = noise <= ROUNDED * 2 * eps * slope.abs()
         some, noise, slope = some[little], noise[little], slope[little]
         noise = torch.maximum(noise, one.rounding[some])
-        better = extrapolate(slopes[:, some], one.widths[:, some], noise, one.ratio)
+        better = extrapolate(slopes[:, some], one.widths[:, some], noise, one.ratio, _most_noise(one)[some])
         sure = better[1] <= own.allowed(torch.hypot(better[0], other[some]))
         sure &= (better[0] - slope).abs() * eps <= noise  # otherwise, rounding does not explain the slope at eps
         some = some[sure]
@@ -384,11 +402,29 @@ def _joined(found: Sequence[Measured]) -> Measured:
     most = max(len(one.steps) for one in found)
     joined = {
         name: torch.cat([getattr(one, name) for one in found])
-        for name in ("rounding", "step", "left", "right", "at_eps", "drift")
+        for name in ("rounding", "step", "left", "right", "at_eps", "drift", "most_width")
     }
     for name in ("steps", "widths", "changes", "bends"):
         joined[name] = torch.cat([pad(getattr(one, name), (0, 0, 0, most - len(one.steps))) for one in found], 1)
     return found[0]._replace(**joined)  # type: ignore[arg-type]
+
+
+def _most_noise(one: Measured) -> Tensor:
+    """The largest noise that rounding inside func explains: float64, shape (entries,).
+
+    Rounding affects all steps alike, so neighboring steps disagree by as much at the smallest steps as at others. What
+    grows faster than the square of the step is curvature, and so may be what only wide differences show. Noise has no
+    limit if func does not change at the smallest step: it may round there.
+    """
+    if len(one.changes) < 2:
+        return torch.full_like(one.rounding, torch.inf)
+    taken, scale = one.widths != 0, one.steps[1:] / one.steps[:-1]
+    rank = (taken.sum(0) - taken.cumsum(0))[1:]  # 0 at the smallest step
+    odd = (one.slopes[1:] - one.slopes[:-1]) * one.widths[1:]
+    even = one.bends[1:] - one.bends[:-1] * scale**2
+    apart = torch.maximum(odd.abs(), even.abs()) / one.ratio ** (2.0 * rank)
+    used = taken[1:] & (rank < FINEST_STEPS) & (one.widths[:-1] <= one.most_width) & apart.isfinite()
+    return torch.where(_is_constant(one), torch.inf, GROWTH * torch.where(used, apart, 0.0).amax(0))
 
 
 def _is_rounded(one: Measured, values: Tensor, errors: Tensor, allowed: Tensor) -> Tensor:
@@ -597,7 +633,11 @@ def _at_eps(
 
 
 def extrapolate(
-    slopes: Tensor, widths: Tensor, rounding: Tensor, ratio: float = RATIO, most_noise: float = math.inf
+    slopes: Tensor,
+    widths: Tensor,
+    rounding: Tensor,
+    ratio: float = RATIO,
+    most_noise: Tensor | float = math.inf,
 ) -> tuple[Tensor, Tensor]:
     """The best estimate of each entry and its error: shape (entries,) each; NaN and infinity if there is none.
 
@@ -609,18 +649,20 @@ def extrapolate(
     ratio
         The ratio of a step to the next smaller one.
     most_noise
-        The largest noise of func, relative to rounding. If the slopes of the finest steps scatter more, these steps are
-        not fine enough for func, and estimates that disagree with them do not count.
+        The largest noise of func: shape (entries,), or one number. If func scatters more at the finest steps, these
+        steps are not fine enough for func, and estimates that disagree with them do not count.
     """
     if not widths.numel():
         return torch.full_like(rounding, torch.nan), torch.full_like(rounding, torch.inf)
     # These are few numbers: NumPy takes a quarter of the time that torch's operators take.
-    slope, width, noise = (_plain(tensor).detach().cpu().numpy() for tensor in (slopes, widths, rounding))
+    most = torch.as_tensor(most_noise, dtype=rounding.dtype, device=rounding.device).expand_as(rounding)
+    slope, width, least, limit = (_plain(one).detach().cpu().numpy() for one in (slopes, widths, rounding, most))
     found = []
     for first in range(0, rounding.numel(), TOGETHER):
         some = slice(first, first + TOGETHER)
         with np.errstate(all="ignore"):
-            found.append(_extrapolated(slope[:, some], width[:, some], noise[some], ratio, most_noise))
+            own = slope[:, some], width[:, some]
+            found.append(_extrapolated(*own, _noise(*own, least[some], limit[some]), ratio))
     values, errors = (torch.from_numpy(np.concatenate(part)).to(rounding.device) for part in zip(*found, strict=True))
     return values, errors
 
@@ -634,14 +676,26 @@ def _plain(tensor: Tensor) -> Tensor:
     return values
 
 
-def _extrapolated(
-    slopes: Array, widths: Array, rounding: Array, ratio: float, most_noise: float
-) -> tuple[Array, Array]:
-    values = np.full_like(rounding, np.nan)
-    errors_of_values = np.full_like(rounding, np.inf)
+def _noise(slopes: Array, widths: Array, rounding: Array, most_noise: Array) -> Array:
+    """Rounding or, if larger, the scatter of func at the smallest steps, at most `most_noise`: shape (entries,).
+
+    The scatter is how far changes are from a fitted line through zero, in units of func's values.
+    """
+    taken = widths != 0
+    finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST_STEPS)
+    width = np.where(finest, widths, 0.0)
+    line = (slopes * width**2).sum(0) / (width**2).sum(0)
+    scatter = np.nan_to_num(np.abs((slopes - line) * width)).max(0)
+    noise: Array = np.maximum(rounding, np.minimum(scatter, most_noise))
+    return noise
+
+
+def _extrapolated(slopes: Array, widths: Array, noise: Array, ratio: float) -> tuple[Array, Array]:
+    values = np.full_like(noise, np.nan)
+    errors_of_values = np.full_like(noise, np.inf)
     taken = widths != 0
     # By step and order: shape (steps, ORDER + 1, entries). An estimate of order k also uses the k next larger steps.
-    estimates = np.full((len(widths), ORDER + 1, rounding.size), np.nan)
+    estimates = np.full((len(widths), ORDER + 1, noise.size), np.nan)
     differences = np.full_like(estimates, np.nan)
     estimates[:, 0] = slopes
     # Slopes that are zero from one step on do not scatter: any kink lies beyond these steps.
@@ -651,17 +705,10 @@ def _extrapolated(
         coarse, fine = estimates[k - 1 : -1, k - 1], estimates[k:, k - 1]
         estimates[k:, k] = fine + (fine - coarse) / (ratio ** (2 * k) - 1)
         differences[k:, k] = np.maximum(np.abs(estimates[k:, k] - fine), np.abs(estimates[k:, k] - coarse))
-    # How far the changes at the smallest steps are from a fitted line through zero, in units of func's values.
-    finest = taken & (taken.sum(0) - taken.cumsum(0) < FINEST_STEPS)
-    width = np.where(finest, widths, 0.0)
-    line = (slopes * width**2).sum(0) / (width**2).sum(0)
-    scatter = np.nan_to_num(np.abs((slopes - line) * width)).max(0)
-    scatter = scatter if math.isinf(most_noise) else np.minimum(scatter, most_noise * rounding)
-    noise = np.maximum(rounding, scatter)
     errors = differences + (noise / widths)[:, None]
-    score = np.where(taken[:, None] & np.isfinite(errors), errors, np.inf).reshape(-1, rounding.size)
+    score = np.where(taken[:, None] & np.isfinite(errors), errors, np.inf).reshape(-1, noise.size)
     # The best estimate with which all smaller steps agree; usually, this is the best estimate of all.
-    open_, place = np.arange(rounding.size), np.arange(len(widths))[:, None]
+    open_, place = np.arange(noise.size), np.arange(len(widths))[:, None]
     while open_.size:
         best = score[:, open_].argmin(0)
         possible = np.isfinite(score[best, open_])

@@ -285,7 +285,7 @@ def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tenso
     slopes = torch.stack(bends, 1)
     widths = torch.tensor(SECOND_STEPS, dtype=torch.float64, device=slopes.device).square().unsqueeze(1)
     noise = 4 * rounding.expand(slopes.shape[1])
-    values, errors = extrapolate(slopes, widths.expand_as(slopes), noise, most_noise=MAX_NOISE)
+    values, errors = extrapolate(slopes, widths.expand_as(slopes), noise, most_noise=MAX_NOISE * noise)
     return torch.where(values.isnan(), slopes[len(slopes) // 2], values), errors
 
 

@@ -462,6 +462,55 @@ def test_a_large_eps_finds_right_gradients_right(func: Func, eps: float) -> None
     assert not fastgrad.gradcheck(scaled(func, 1.1), (x,), eps=eps, raise_exception=False)
 
 
+STEEP: dict[str, tuple[Func, float, float]] = {
+    "step at 1e8": (lambda x: torch.sigmoid(1e4 * (x - 1e8)), 1e8 + 5e-5, 1e-6),
+    "peak at 1e8": (lambda x: 1 / (1 + (1e3 * (x - 1e8)) ** 2), 1e8 + 5e-4, 1e-6),
+    "peak at 1e10": (lambda x: 1 / (1 + (10 * (x - 1e10)) ** 2), 1e10 + 0.05, 1e-6),
+    "peak at 1e7": (lambda x: 1 / (1 + (1e4 * (x - 1e7)) ** 2), 1e7 + 5e-5, 1e-6),
+    "sine at 3e7": (lambda x: torch.sin(1e4 * x), 3.3e7 + 1.1, 1e-6),
+    "step at 1e10, large eps": (lambda x: torch.sigmoid(1e2 * (x - 1e10)), 1e10 + 5e-3, 1e-3),
+}
+
+
+@pytest.mark.parametrize("engine", ["dense", "compressed", "sketch"])
+@pytest.mark.parametrize("mode", [{}, FORWARD_ONLY], ids=["reverse", "forward"])
+@pytest.mark.parametrize("name", STEEP)
+def test_curvature_at_large_x_is_no_rounding(name: str, mode: dict[str, Any], engine: str) -> None:
+    func, x, eps = STEEP[name]
+    keywords = {**mode, "engine": engine, "fast_mode": engine == "sketch", "eps": eps, "raise_exception": False}
+    assert fastgrad.gradcheck(func, (leaf(x),), **keywords)
+    for factor in (0.0, 0.5, 1.01):
+        assert not fastgrad.gradcheck(scaled(func, factor), (leaf(x),), **keywords), factor
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["exact", "fast"])
+def test_curvature_at_large_x_is_no_rounding_of_a_gradient(mode: dict[str, Any]) -> None:
+    class Softplus(torch.autograd.Function):
+        """Its backward is a constant for autograd."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return torch.nn.functional.softplus(1e4 * (x - 1e8)) / 1e4
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * torch.sigmoid(1e4 * (x - 1e8)).detach()
+
+    x = leaf(1e8 + 5e-5)
+    assert fastgrad.gradcheck(Softplus.apply, (x,), **mode)
+    assert not fastgrad.gradgradcheck(Softplus.apply, (x,), **mode, raise_exception=False)
+    assert fastgrad.gradgradcheck(lambda x: torch.nn.functional.softplus(1e4 * (x - 1e8)) / 1e4, (x,), **mode)
+
+
+def test_rounding_of_the_argument_at_large_x_is_still_rounding() -> None:
+    for frequency, x in ((1e3, 1e8 + 0.3), (3.0, 1e8)):
+        func = lambda v, frequency=frequency: torch.sin(frequency * v)  # noqa: E731
+        assert fastgrad.gradcheck(func, (leaf(x),))
+        assert not fastgrad.gradcheck(scaled(func, 1.01), (leaf(x),), raise_exception=False)
+
+
 def triangles(share: float, period: float) -> Func:
     """The identity plus a triangle wave with slopes +-share."""
     return lambda x: x + share * period * (x / period - (x / period).round()).abs()
