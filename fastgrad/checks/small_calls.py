@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.native import Layout
 from fastgrad.core.phases import phase
-from fastgrad.core.tensors import near
+from fastgrad.core.tensors import largest, near
 from fastgrad.engines.plan import vectorized_columns_pay
 from fastgrad.problem.first_look import values_vary
 from fastgrad.verdict.repeated_rows import allowed_movement
@@ -22,9 +22,7 @@ sides, about the size of a cache."""
 
 def numerical_columns(check: SmallCheck) -> Tensor | None:
     """Measures the numerical Jacobian: float64, shape (n, m); notes outputs of another kind, and then returns None."""
-    if check.columns is not None or columns_are_vectorized(check) or check.changed is not None:
-        return check.columns
-    return single_columns(check)
+    return check.columns if check.columns is not None or columns_are_vectorized(check) else single_columns(check)
 
 
 def columns_are_vectorized(check: SmallCheck) -> bool:
@@ -55,6 +53,21 @@ def single_columns(check: SmallCheck) -> Tensor | None:
         return None
     check.columns = found
     return found
+
+
+def columns_one_by_one(check: SmallCheck) -> Tensor | None:
+    """As `single_columns`, after vectorized columns did not agree with the analytical ones.
+
+    If both kinds of columns differ, this is noted, because the vectorized ones agreed with single calls.
+    """
+    from fastgrad.engines.sketch import derivatives_vary  # here to keep `import fastgrad` fast
+
+    vectorized, columns = check.columns, single_columns(check)
+    if columns is not None and vectorized is not None:
+        rounding = 2 * check.problem.unit_roundoff * largest(check.problem.base()) / check.settings.eps
+        if derivatives_vary(check.settings, columns, vectorized, rounding):
+            check.irreproducible.append("in vectorized calls")
+    return columns
 
 
 def first_outputs_repeat(check: SmallCheck) -> bool:

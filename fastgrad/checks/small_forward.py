@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from fastgrad.checks.small_calls import numerical_columns, single_columns
+from fastgrad.checks.small_calls import columns_one_by_one, numerical_columns
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_steps import changing_steps_repeat, differences_by_step, noise_repeats, sum_threshold
 from fastgrad.core import native, torch_private
@@ -44,7 +44,7 @@ def columns_agree(check: SmallCheck) -> bool:
     tangents, sums, others = products.tensor_split([problem.n, problem.n + 2])
     check.tangent_errors = problem.tangent_errors(tangents, columns, settings.atol, settings.rtol)
     if check.tangent_errors is None and not check.vectorization_failed:
-        columns = single_columns(check)
+        columns = columns_one_by_one(check)
         if columns is not None:
             check.tangent_errors = problem.tangent_errors(tangents, columns, settings.atol, settings.rtol)
     total, undefined_are_zero = _of_inputs(check, others)

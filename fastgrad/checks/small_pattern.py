@@ -7,9 +7,8 @@ differences and VJPs of `small_sums`. If the entries do not explain these, the c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from fastgrad.checks.small_result import SmallCheck, SmallPattern
 from fastgrad.checks.small_steps import rounding_of_differences, steps_repeat
 from fastgrad.checks.small_sums import sums_agree
 from fastgrad.core import native
-from fastgrad.core.errors import unless_rejected
 from fastgrad.core.native import Layout, flattened, largest_errors
 from fastgrad.core.phases import phase
 from fastgrad.core.random import GRAPH_STREAM, direction
@@ -217,7 +215,7 @@ def _reacting_outputs(check: SmallCheck) -> Mask | None:
 
 
 def _values_at(check: SmallCheck, displacement: Tensor) -> Tensor | None:
-    return _unless_changed(check, partial(check.problem.values_at, displacement), "next to the inputs")
+    return check.unless_changed(partial(check.problem.values_at, displacement), "next to the inputs")
 
 
 @phase("numerical columns")
@@ -226,20 +224,7 @@ def _numerical_entries(check: SmallCheck, pattern: SmallPattern) -> Tensor | Non
     compression = pattern.compression
     groups = compression.column_groups.groups
     run = partial(check.problem.difference_entries, groups, compression.columns, check.settings.eps)
-    return _unless_changed(check, run, "at steps of several inputs")
-
-
-def _unless_changed(check: SmallCheck, run: Callable[[], Tensor | tuple[Any, ...]], where: str) -> Tensor | None:
-    """The result of calls of func; None if it raises, or returns outputs of another kind, also when repeated.
-
-    If it returned outputs of another kind only once, this is noted. where: the calls, as text.
-    """
-    found = unless_rejected(run)
-    if not isinstance(found, tuple):
-        return found
-    if isinstance(unless_rejected(run), Tensor):
-        check.irreproducible.append(where)
-    return None
+    return check.unless_changed(run, "at steps of several inputs")
 
 
 @phase("backward")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from fastgrad.core.errors import unless_rejected
+from fastgrad.core.memory import Result
 from fastgrad.core.native import Derivatives, SmallProblem
 from fastgrad.engines import cost_model
 from fastgrad.engines.blocks import row_parts
@@ -137,6 +139,18 @@ class SmallCheck(Findings):
     def is_consistent(self) -> bool:
         """Whether repeated calls gave the same values, no call raised, and all outputs were of the expected kind."""
         return not (self.vjp_varies or self.irreproducible) and self.changed is None and self.early is None
+
+    def unless_changed(self, run: Callable[[], Result | tuple[Any, ...]], where: str) -> Result | None:
+        """The result of calls of func; None if it raises, or returns outputs of another kind, also when repeated.
+
+        If it returned outputs of another kind only once, this is noted. where: the calls, as text.
+        """
+        found = unless_rejected(run)
+        if not isinstance(found, tuple):
+            return found
+        if not isinstance(unless_rejected(run), tuple | None):
+            self.irreproducible.append(where)
+        return None
 
     def compared(self) -> list[Pair]:
         """The pairs whose entries were all compared, for a check that passed; empty if only sums were compared."""

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from fastgrad.checks.one_block import jacobian, product_at_hand, same_afterwards, whole_backward
-from fastgrad.checks.small_calls import numerical_columns, outputs_repeat, single_columns
+from fastgrad.checks.small_calls import columns_one_by_one, numerical_columns, outputs_repeat
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import phase
@@ -32,7 +32,7 @@ def rows_agree(check: SmallCheck) -> bool:
     if columns is not None:
         check.errors = _errors(problem, check.settings, check.backward, columns)
         if check.errors is None and not check.vectorization_failed:
-            columns = single_columns(check)
+            columns = columns_one_by_one(check)
             check.errors = None if columns is None else _errors(problem, check.settings, check.backward, columns)
     if check.errors is None or not check.noted(partial(_same_afterwards, check)):
         return False

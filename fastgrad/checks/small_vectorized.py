@@ -13,7 +13,6 @@ from torch import Tensor
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_steps import rounding_of_differences
 from fastgrad.core.errors import unless_rejected
-from fastgrad.core.memory import Result
 from fastgrad.core.native import RandomDirections
 from fastgrad.core.phases import phase
 from fastgrad.core.random import TRIAL_STREAM, uniform
@@ -48,7 +47,7 @@ def vectorized_columns(check: SmallCheck) -> Tensor | None:
         return None
     is_suitable = is_suitable and (look is None or not values_vary(problem, settings, values, look.values))
     columns = _verified_columns(check, displacement, values) if is_suitable else None
-    if columns is None and check.changed is None:
+    if columns is None:
         again = _values_again(check, displacement)
         if again is None or values_vary(problem, settings, again, values):
             check.irreproducible.append("next to the inputs")
@@ -88,7 +87,7 @@ def _verified_columns(check: SmallCheck, displacement: Tensor, values: Tensor) -
     first = trial()
     if first is None or first.error <= 1:
         return None if first is None else first.columns
-    again = trial() if check.changed is None else None
+    again = trial()
     if again is not None and (again.error <= 1 or _varies(check, first.measured, again.measured)):
         check.irreproducible.append("in vectorized calls")
     return None
@@ -144,7 +143,7 @@ def _error_of_sums(check: SmallCheck, columns: Tensor, measured: list[Tensor]) -
     streams = [TRIAL_STREAM + 16 * which for which in range(DIRECTIONS)]
     points = [EVALUATIONS_PER_DIRECTION] * DIRECTIONS
     along = RandomDirections(settings.seed, streams, points, settings.eps, 1.0)
-    found = _unless_changed(check, partial(check.problem.differences_along, along, KINK))
+    found = check.unless_changed(partial(check.problem.differences_along, along, KINK), "along random directions")
     if found is None:
         return torch.inf
     derivatives = found.derivatives.cpu()
@@ -160,7 +159,9 @@ def _error_of_columns(check: SmallCheck, columns: Tensor, measured: list[Tensor]
     """
     settings = check.settings
     for column in _single_columns(check.problem.n, settings.seed):
-        found = _unless_changed(check, partial(check.problem.difference_columns, settings.eps, column, 1))
+        found = check.unless_changed(
+            partial(check.problem.difference_columns, settings.eps, column, 1), "at steps of one input"
+        )
         if found is None:
             return torch.inf
         measured.append(found[0])
@@ -173,15 +174,6 @@ def _error_of_columns(check: SmallCheck, columns: Tensor, measured: list[Tensor]
 def _single_columns(n: int, seed: int) -> tuple[int, ...]:
     places = uniform(SINGLE_COLUMNS, seed, TRIAL_STREAM + 16 * DIRECTIONS)
     return tuple(min(n - 1, int((place + 1) / 2 * n)) for place in places.tolist())
-
-
-def _unless_changed(check: SmallCheck, run: Callable[[], Result | tuple[int, int, Any]]) -> Result | None:
-    """The result of calls of func; None if it raises repeatedly, or if it returned something else, which is noted."""
-    found = unless_rejected(run)
-    if isinstance(found, tuple):
-        check.changed = found
-        return None
-    return found
 
 
 def _relative(error: float, atol: float) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 import fastgrad
 from fastgrad.checks.order import check
 from fastgrad.checks.small_calls import MAX_VECTORIZED_NUMBERS
-from fastgrad.engines import cost_model
+from fastgrad.engines import cost_model, vmapped
 from fastgrad.report.report import Report
 from tests.costs import set_costs
 from tests.planted.row import function
@@ -172,6 +172,23 @@ def test_random_numbers_are_not_used_in_vectorized_calls() -> None:
     """A vectorized call could draw one number for all columns, so that no column would show that func is random."""
     report, _ = report_of(lambda x: chain(x) + 1e-3 * torch.rand_like(x), leaf(N))
     assert not report.passed
+
+
+def test_outputs_of_another_kind_along_directions_only_prevent_vectorization(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the steps that verify vectorized columns change the number of outputs: columns from single calls decide."""
+    monkeypatch.setattr(vmapped, "READING", frozenset())
+    x = leaf(N)
+    before = x.detach().clone()
+
+    def func(v: Tensor) -> Tensor:
+        if in_vectorized_call(v):
+            return chain(v)
+        steps = (v.detach() - before).abs()
+        return chain(v)[: N - 1 if int(steps.ne(0).sum()) > 1 and float(steps.min()) < 0.95e-6 else N]
+
+    report, _ = report_of(func, x, engine="dense")
+    assert report.passed
+    assert not is_vectorized(report)
 
 
 @pytest.mark.parametrize("order", [1, 2])
