@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class ForgottenFactor(torch.autograd.Function):
-    """x^2 without the factor 2."""
+    """x^2: the gradient lacks the factor 2."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ class ForgottenFactor(torch.autograd.Function):
 
 
 class WrongSign(torch.autograd.Function):
-    """A difference: the second gradient has the sign of the first."""
+    """A difference: the gradient of target lacks the minus sign."""
 
     @staticmethod
     def forward(ctx: Any, prediction: Tensor, target: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class WrongSign(torch.autograd.Function):
 
 
 class MissingConjugate(torch.autograd.Function):
-    """A complex product: right only for real tensors."""
+    """A product: the gradients lack conj(), so they are right only for real tensors."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, w: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class MissingConjugate(torch.autograd.Function):
 
 
 class Transposed(torch.autograd.Function):
-    """A linear layer with a square weight: x^T g instead of g^T x, which has the same shape."""
+    """A linear layer: for the square weight, backward returns x^T g instead of g^T x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class MeanForSum(torch.autograd.Function):
 
 
 class LostBorder(torch.autograd.Function):
-    """A moving average over three places with zeros around: backward omits the last element."""
+    """A moving average of three elements: backward omits the last element of grad_output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Overwritten(torch.autograd.Function):
 
 
 class ClippedGradient(torch.autograd.Function):
-    """The exponential: backward clips the gradient."""
+    """The exponential: backward clips grad_output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class ContiguousOnly(torch.autograd.Function):
 
 
 class SinglePrecision(torch.autograd.Function):
-    """tanh of doubles, computed in single precision inside: no gradient can be checked against it."""
+    """tanh of doubles, computed in single precision: differences are too inaccurate to check the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class SwappedGradients(torch.autograd.Function):
 
 
 class NotFlipped(torch.autograd.Function):
-    """A convolution: its backward convolves with the kernel without flipping it."""
+    """A convolution: backward does not flip the kernel."""
 
     @staticmethod
     def forward(ctx: Any, signal: Tensor, kernel: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class WrongDimension(torch.autograd.Function):
 
 
 class SavedInput(torch.autograd.Function):
-    """tanh: the formula of backward needs the result, and forward saved the input."""
+    """tanh: backward needs the result, but forward saved the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class WithoutWeight(torch.autograd.Function):
 
 
 class KeptOnce(torch.autograd.Function):
-    """A lookup: a row that is looked up twice keeps only one of its gradients."""
+    """A lookup: if a row is looked up twice, backward keeps only one of the two gradients."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class KeptOnce(torch.autograd.Function):
 
 
 class OneTriangle(torch.autograd.Function):
-    """A quadratic form: only the lower triangle of the matrix's gradient is returned."""
+    """A quadratic form: backward returns only the lower triangle of the matrix's gradient."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, x: Tensor) -> Tensor:
@@ -257,12 +257,12 @@ class OneTriangle(torch.autograd.Function):
 
 
 def constant_statistics(x: Tensor) -> Tensor:
-    """Rows are divided by their norm, and the norm is treated as a constant."""
+    """Each row is divided by its norm, which autograd treats as a constant."""
     return x / x.detach().norm(dim=1, keepdim=True)
 
 
 class WrongCount(torch.autograd.Function):
-    """The mean of the selected elements: backward divides by the number of all elements."""
+    """The mean of the elements in a mask: backward divides by the number of all elements."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class WrongCount(torch.autograd.Function):
 
 
 class LostResidual(torch.autograd.Function):
-    """A residual connection, x + tanh(x): backward has only the second term."""
+    """A residual connection, x + tanh(x): backward returns only the gradient of tanh(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ class DrawnAgain(torch.autograd.Function):
 
 
 class LostTail(torch.autograd.Function):
-    """A kernel works on blocks of four elements: the backward leaves out the last, incomplete block."""
+    """A kernel for blocks of four elements: backward omits the last, incomplete block."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ class ChangedGradOutput(torch.autograd.Function):
 
 
 class ConstantInBackward(torch.autograd.Function):
-    """A cube: the gradient is right, and backward hides from autograd that it depends on x."""
+    """A cube: the gradient is right, but backward detaches x, so the second derivative is wrong."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

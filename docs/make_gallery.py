@@ -20,9 +20,11 @@ FILE = Path(__file__).with_name("gallery.md")
 
 HEAD = """# A gallery of mistakes
 
-This page shows 24 functions with mistakes that occur in practice. Each is followed by the message of the check that
-finds its mistake, without the time of the check. Only the first message includes the two matrices at its end.
-`make gallery` writes this page.
+<!-- `make gallery` writes this page. -->
+
+24 functions with typical mistakes, and the message of `fastgrad.gradcheck` for each (for the last one, of
+`fastgrad.gradgradcheck`). [Reading a failure](reading-a-failure.md) explains the lines. The first message is complete,
+except for the time of the check. The others omit the lines `engine` and `reproduce`, and the two matrices.
 """
 
 
@@ -48,7 +50,7 @@ def gallery() -> str:
         source = textwrap.dedent(inspect.getsource(mistake.function)).rstrip()
         text = message(mistake)
         if number > 1:
-            text = text.partition("\nnumerical:")[0]
+            text = re.sub(r"\n(  engine |  reproduce |numerical:).*", "", text, flags=re.DOTALL)
         parts.append(f"## {number}. {mistake.title}\n\n```python\n{source}\n```\n\n```\n{text}\n```\n")
     return "\n".join(parts)
 
