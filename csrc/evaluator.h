@@ -26,6 +26,9 @@ struct RandomDirections {
   std::vector<int64_t> parts;
 
   bool is_part(int64_t k) const { return !parts.empty() && parts[k] >= 0; }
+
+  // Rejects parts that are not valid. caller: the name for the message.
+  void check(const char* caller) const;
 };
 
 // Results of differences along directions: all float64.
@@ -33,7 +36,7 @@ struct Derivatives {
   at::Tensor directions;   // each u after rounding: shape (count, coordinates of all inputs)
   at::Tensor derivatives;  // shape (count, coordinates of all outputs)
   at::Tensor noise;        // estimated error of each output's derivatives: shape (coordinates of all outputs,)
-  std::optional<std::pair<double, double>> sizes;  // of small vectors: the norm of noise, the largest derivative
+  std::optional<std::pair<double, double>> sizes;  // on the CPU: the norm of noise, the largest derivative
   // Only from screening_derivatives: the 2-norm, over outputs, of the curvature error of a one-sided derivative along
   // the first direction, and the step of this direction.
   double curvature = 0.0, step = 0.0;
@@ -201,9 +204,9 @@ class Evaluator {
   // Rejects coordinates first, ..., first + count - 1 unless the inputs have all of them.
   void check_coordinates(const char* what, int64_t first, int64_t count) const;
 
-  // Writes (x + displacement) - x, after rounding to the inputs' dtypes, into `moved`: float64, shape (coordinates of
-  // all inputs,), on the CPU.
-  void realize_one_sided(const at::Tensor& moved, const at::Tensor& displacement) const;
+  // Writes ((x + displacement) - x) / step, after rounding of the sum, into `direction`: float64, shape (coordinates of
+  // all inputs,), on the CPU. All inputs are in double precision; step: a power of two times that of `displacement`.
+  void realize_one_sided(const at::Tensor& direction, const at::Tensor& displacement, double step) const;
 
   // The origin of an input on this device; a copy on the CPU is made once.
   at::Tensor origin_on(at::Device device, size_t block) const;

@@ -43,9 +43,12 @@ from fastgrad.verdict.repeated_calls import first_varying, repeated_calls_certif
 from fastgrad.verdict.repeated_rows import allowed_movement
 
 EXPANDED_MARGIN = 256.0
-"""Factor of the noise by which the sum for an expanded grad_output may be off if its VJP is that of a contiguous one.
-All its components are equal, so the errors of many outputs may add up; and errors from curvature differ by factors of
-up to 27 along other directions."""
+"""Factor of the noise's 2-norm by which the sum for an expanded grad_output may be off if its VJP is that of a
+contiguous one: errors from curvature differ by factors of up to 27 along other directions, and errors of many outputs
+may add up, because all components of this grad_output are equal."""
+
+ADDED_MARGIN = 8.0
+"""The same for the sum of all outputs' noise."""
 
 
 def sums_or_rows_agree(check: SmallCheck) -> bool:
@@ -282,8 +285,12 @@ def _agree(
         allowed[row] += 4 * float(differences.noise[coordinate])
     # An expanded grad_output has no weights.
     expanded, noise = made.expanded, CONSTANT * norm
-    is_quiet = residuals[expanded] <= allowed[expanded] + 8 * noise
-    allowed[expanded] += (8 if is_weighted else EXPANDED_MARGIN) * noise
+    least = allowed[expanded]
+    allowed[expanded] += ADDED_MARGIN * noise
+    is_quiet = residuals[expanded] <= allowed[expanded]
+    if not is_quiet:
+        added = ADDED_MARGIN * CONSTANT * float(differences.noise.sum())
+        allowed[expanded] = least + (added if is_weighted else max(added, EXPANDED_MARGIN * noise))
     return all(residual <= most for residual, most in zip(residuals, allowed, strict=True)) and (
         is_quiet or _same_if_contiguous(check, made.vectors[expanded], gradients[expanded])
     )
