@@ -62,8 +62,6 @@ class Comparison:
         The coarsest real dtype of inputs and outputs, to which results are rounded.
     once
         Whether only the error of a single rounding is allowed.
-    first_limit
-        The allowed error before a second look.
     excused
         Number of entries that are within the allowed error only after a second look.
     """
@@ -82,7 +80,6 @@ class Comparison:
         self.scale = self.spread.products + inputs.rounding(self.size)
         self.once = self.dtype is not torch.float32 and allowance.is_rounded_once(self.error, self.size, inputs)
         self.limit = allowance.allowed(self.scale, self.size, inputs.units, allowance.FACTOR[self.dtype], self.once)
-        self.first_limit = self.limit.clone()
 
     def forward(self) -> tuple[float, int]:
         """The largest ratio of an output's error to its allowed error, and the output's coordinate.
