@@ -341,15 +341,15 @@ def _of_reductions(matrices: _Matrices, sample: Sample, words: Wording) -> Itera
     # Each output depends on at most one element of the input, and each such element has one nonzero analytical entry.
     single = of_one and bool((((a != 0).sum(0) == 1) | ~columns).all())
     if bool((lost == wrong).all()) and total and single and not _broadcast_dims(sample):
-        measure = "every wrong entry is zero, and its input element has one nonzero analytical entry"
+        measure = "every wrong entry is zero; each input element with wrong entries has one nonzero analytical entry"
         yield Cause("overwritten", _overwritten(words), measure, 0.94)
         return
     if not bool(extra.any()) and int(lost.sum()) * 2 >= total > 1 and both and spread and in_rows and share >= 0.45:
         omits = _omits(words, "most" if share > 0.55 else "about half")
         text = f"{omits}: {_no_sum(words, _summed_dims(matrices, sample))}, or a mean or norm is treated as a constant"
         measure = (
-            f"{int(lost.sum())} of {total} wrong entries are zero; at least half of their input elements also have "
-            "nonzero entries"
+            f"{int(lost.sum())} of {total} wrong entries are zero; at least half of the input elements with such zeros "
+            "also have nonzero analytical entries"
         )
         yield Cause("missing reduction", text, measure, 0.92)
         return

@@ -141,7 +141,9 @@ def _of_some_ranks(sampled: Sequence[_Sampled], space: Space) -> list[Cause]:
 
 
 def _cause(name: RankCauseName, text: str) -> Cause:
-    measure = f"residual below {UNEXPLAINED:g} at up to {PER_RANK} elements per rank, for random grad_outputs"
+    measure = (
+        f"relative difference below {UNEXPLAINED:g} at up to {PER_RANK} elements per rank, for random grad_outputs"
+    )
     return Cause(name, text, measure, CONFIDENCE)
 
 

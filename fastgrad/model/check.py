@@ -236,9 +236,7 @@ def _with_suspect(finding: Finding, operations: list[Operation]) -> Finding:
     worst = max((one for one in operations if one.error is not None), key=lambda one: one.error or 0.0, default=None)
     if worst is None or not (worst.error or 0.0) > SCREEN_ERROR:
         return finding
-    text = (
-        f"{finding.text}; of the errors within the tolerances, that of {worst.name} is the largest: {worst.error:.1e}"
-    )
+    text = f"{finding.text}; the largest error within the tolerances is that of {worst.name}: {worst.error:.1e}"
     return replace(finding, text=text, operator=worst.name, sites=worst.sites)
 
 

@@ -113,7 +113,10 @@ def _worst_text(with_zero: Tensor | None, with_none: Tensor | None) -> str:
     index = list(element_index(worst, tuple(like.shape)))
     found, expected = (value.reshape(-1)[worst].item() for value in (right, left))
     digits = digits_apart(found, expected)
-    return f"at {index}, its value is {found:.{digits}g} for the undefined tangent and {expected:.{digits}g} for zero"
+    return (
+        f"at {index}, the tangent of the output is {found:.{digits}g} for the undefined tangent and "
+        f"{expected:.{digits}g} for zero"
+    )
 
 
 def _allclose(left: Tensor | None, right: Tensor | None) -> bool:

@@ -165,7 +165,7 @@ def test_an_undefined_tangent_is_reported_with_one_element() -> None:
     report = check(Product.apply, (leaf(700), leaf(700)), Settings(check_forward_ad=True))
     assert report.failure is not None
     assert report.failure.kind == "undefined tangent"
-    words = r"at \[\d+\], its value is \S+ for the undefined tangent and \S+ for zero"
+    words = r"at \[\d+\], the tangent of the output is \S+ for the undefined tangent and \S+ for zero"
     assert re.fullmatch(words, report.failure.detail)
 
 
