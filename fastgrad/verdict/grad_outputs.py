@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from fastgrad.core import native, torch_private
+from fastgrad.core.errors import raise_if_transient
+from fastgrad.core.memory import raises_memory_error
 from fastgrad.core.phases import phase
 from fastgrad.core.random import BATCH_STREAM, TANGENT_STREAM, uniform_like
 from fastgrad.core.tensors import element_index
@@ -84,6 +86,7 @@ def check_undefined_grads(problem: Problem, known: Sequence[Sequence[Tensor | No
         try:
             gradients = problem.undefined_gradients(only) if known is None else known[number]
         except RuntimeError as error:
+            raise_if_transient(error, partial(problem.undefined_gradients, only))
             return Failure("undefined grad raises", cause=error)
         for block, gradient in zip(problem.inputs, gradients, strict=True):
             if gradient is not None and not native.is_plain_zero(gradient, block.tensor) and not _is_zero(gradient):
@@ -133,10 +136,11 @@ def batched_failure(graph: native.Graph, problem: Problem | SmallBackward, setti
     for number, tensor in enumerate(graph.outputs):
         vectors = batch_vectors(tensor, settings.seed)
         single = [graph.vjp_of_one(number, vector) for vector in vectors.unbind()]
+        vectorized = raises_memory_error(partial(_vectorized_vjp, graph, number, vectors))
         try:
-            # A copy, because a backward may write into grad_output, and may return it as a gradient.
-            batched = native.vectorized_vjp(graph, number, vectors.clone())
+            batched = vectorized()
         except RuntimeError as error:
+            raise_if_transient(error, vectorized)
             return Failure.at("batched raises", problem.outputs[number], detail=str(error), cause=error)
         if not native.are_close(batched, single):
             for block, *gradients in zip(problem.inputs, batched, *single, strict=True):
@@ -144,6 +148,11 @@ def batched_failure(graph: native.Graph, problem: Problem | SmallBackward, setti
                 if detail is not None:
                     return Failure.at("batched differs", problem.outputs[number], block, detail=detail)
     return None
+
+
+def _vectorized_vjp(graph: native.Graph, number: int, vectors: Tensor) -> list[Tensor | None]:
+    # Of a copy, because a backward may write into grad_output, and may return it as a gradient.
+    return native.vectorized_vjp(graph, number, vectors.clone())
 
 
 def _difference(batched: Tensor | None, *single: Tensor | None) -> str | None:
@@ -184,10 +193,12 @@ def check_batched_tangents(problem: Problem, settings: Settings) -> Failure | No
 
         vectors = batch_vectors(block.tensor, settings.seed)
         expected = [torch.stack(results) for results in zip(*map(jvp, vectors.unbind()), strict=True)]
+        vectorized = partial(torch_private.batched(jvp), vectors)
         with torch_private.quiet_vmap():
             try:
-                found = torch_private.batched(jvp)(vectors)
+                found = vectorized()
             except RuntimeError as error:
+                raise_if_transient(error, vectorized)
                 return Failure.at("batched raises", input=block, mode="forward", detail=str(error), cause=error)
         for output, batched, single in zip(problem.outputs, found, expected, strict=True):
             if not torch.allclose(batched, single):

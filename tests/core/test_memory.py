@@ -340,3 +340,37 @@ def test_a_lack_is_raised_if_the_repeated_call_raises_something_else() -> None:
     for engine in ("auto", "dense", "compressed"):
         with pytest.raises(MemoryError, match="planted"):
             fastgrad.gradcheck(HungryThenBroken(MemoryError("planted"), 7, 7), leaf(1000), engine=engine)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("mode", ["batched gradients", "batched tangents", "undefined grad_outputs"])
+def test_no_memory_for_special_vectors_is_no_wrong_gradient(error: Exception, mode: str) -> None:
+    calls, last = 0, 10**9
+
+    def raise_in_last(gradient: Tensor | None = None) -> Tensor | None:
+        nonlocal calls
+        calls += 1
+        if calls == last:
+            raise type(error)(*error.args)
+        return gradient
+
+    def func(x: Tensor) -> Tensor:
+        if mode == "batched tangents":
+            raise_in_last()
+        y = x.sin()
+        if mode != "batched tangents" and y.requires_grad:
+            y.register_hook(raise_in_last)
+        return y
+
+    def check() -> None:
+        batched = {"check_batched_grad": True} if mode == "batched gradients" else {}
+        forward = {"check_forward_ad": True, "check_backward_ad": False, "check_batched_forward_grad": True}
+        fastgrad.gradcheck(func, leaf(4), **(forward if mode == "batched tangents" else batched))
+
+    check()
+    count, calls = calls, 0
+    for number in range(1, count + 1):
+        calls, last = 0, number
+        with pytest.raises((MemoryError, RuntimeError), match="planted") as raised:
+            check()
+        assert not isinstance(raised.value, fastgrad.GradcheckError)
