@@ -1,12 +1,11 @@
-"""Results of a check of a model as frozen dataclasses."""
+"""Parts of the report of a model as frozen dataclasses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from fastgrad.report.data import Environment
-from fastgrad.report.json_form import SCHEMA, EqualByContent, plain
+from fastgrad.report.json_form import EqualByContent
 from fastgrad.report.report import Report
 
 FindingKind = Literal["operation", "saved tensor", "detached", "hook", "end to end", "not finite"]
@@ -148,36 +147,3 @@ class EndToEnd:
         """The largest difference, relative to `size`; absolute where `size` is zero."""
         pairs = zip(self.analytical, self.numerical, self.size, strict=True)
         return max((abs(a - n) / size if size else abs(a - n) for a, n, size in pairs), default=0.0)
-
-
-@dataclass(frozen=True, eq=False)
-class ModelReportData(EqualByContent):
-    """The fields of a `fastgrad.ModelReport`, which describes them."""
-
-    findings: tuple[Finding, ...]
-    operations: tuple[Operation, ...]
-    end_to_end: EndToEnd
-    remarks: tuple[str, ...]
-    step_seconds: float
-    seconds: float
-    environment: Environment
-    undecided: tuple[str, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        """Whether no error was found."""
-        return not self.findings
-
-    @property
-    def verdict(self) -> Literal["passed", "failed", "undecided"]:
-        """The verdict; undecided if no error was found but something was not checked or could not be decided."""
-        if self.findings:
-            return "failed"
-        parts = {self.end_to_end.verdict, *(one.verdict for one in self.operations)}
-        return "undecided" if self.undecided or parts & {"undecided", "not checked"} else "passed"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as numbers, strings, lists and dicts."""
-        found = plain(self)
-        found["end_to_end"] |= {"verdict": self.end_to_end.verdict, "error": plain(self.end_to_end.error)}
-        return {"schema": SCHEMA, "verdict": self.verdict, "passed": self.passed, **found}

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import fastgrad
 from fastgrad.model import operations
 from fastgrad.model.check import check_model
-from fastgrad.report import model_text
+from fastgrad.report import model as model_report
 from tests.model.sweep import checked, names_culprit
 from tests.planted.networks import Network, right_networks, wrong_networks
 
@@ -879,7 +879,7 @@ def test_a_sparse_operand_is_no_obstacle() -> None:
 
 
 def test_of_many_operations_the_first_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_text, "MAX_ROWS", 2)
+    monkeypatch.setattr(model_report, "MAX_ROWS", 2)
     report = check_model(Runs(lambda model, x: model.linear(x)), torch.randn(8, 4), squared)
     assert f"and {len(report.operations) - 2} more" in str(report)
 
