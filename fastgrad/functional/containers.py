@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from fastgrad.core.tensors import element_index
 from fastgrad.functional.compressed import Entries
 from fastgrad.problem.validation import is_differentiable
 
+Func = Callable[..., Any]
 Tensors = tuple[Tensor, ...]
 Sparse = bool | Literal["auto"]
 Parts = list[list[Tensor]]

@@ -8,7 +8,7 @@ are computed from values of func, and have an error estimate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -18,22 +18,9 @@ from torch import Tensor
 
 from fastgrad.core import native, torch_private
 from fastgrad.engines.plan import BLOCK_BYTES
-from fastgrad.functional.compressed import Entries, entries_by_structure
-from fastgrad.functional.containers import (
-    OUTPUTS,
-    Parts,
-    Sparse,
-    Tensors,
-    as_inputs,
-    as_tensors,
-    check_tracked,
-    is_sparse_enough,
-    nested,
-    of_entries,
-    scalar,
-    sparse_part,
-    zeros,
-)
+from fastgrad.functional import containers
+from fastgrad.functional.compressed import entries_by_structure
+from fastgrad.functional.containers import Func, Parts, Sparse, Tensors
 from fastgrad.functional.linear_map import LinearMap, backward_map, backward_of_backward_map, tangents_along
 from fastgrad.functional.numerical import numerical_hessian, numerical_jacobian
 from fastgrad.functional.products import check_product_options
@@ -41,7 +28,6 @@ from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.validation import as_bool, is_differentiable
 
-Func = Callable[..., Any]
 Strategy = Literal["reverse-mode", "forward-mode"]
 
 BATCH_BYTES = 1 << 26
@@ -56,11 +42,15 @@ class _Options:
     strict: bool
     vectorize: bool
     sparse: Sparse
+    forward: bool
 
 
-def _options(create_graph: Any, strict: Any, vectorize: Any, sparse: Sparse) -> _Options:
+def _options(create_graph: Any, strict: Any, vectorize: Any, sparse: Sparse, strategy: str) -> _Options:
     flags = {"create_graph": create_graph, "strict": strict, "vectorize": vectorize}
-    return _Options(**{name: as_bool(name, value) for name, value in flags.items()}, sparse=sparse)
+    checked = {name: as_bool(name, value) for name, value in flags.items()}
+    if strategy not in ("forward-mode", "reverse-mode"):
+        raise AssertionError(f'Expected strategy to be either "forward-mode" or "reverse-mode", got {strategy!r}.')
+    return _Options(**checked, sparse=sparse, forward=strategy == "forward-mode")
 
 
 @restores_caller_state
@@ -143,13 +133,13 @@ def jacobian(
     [[2.0, 0.0], [0.0, 4.0]]
     """
     check_callable(func)
-    is_tuple, given = as_inputs(inputs, "jacobian")
-    options = _options(create_graph, strict, vectorize, sparse)
-    forward = _check_options("jacobian", options, strategy, numerical, return_error)
+    is_tuple, given = containers.as_inputs(inputs, "jacobian")
+    options = _options(create_graph, strict, vectorize, sparse, strategy)
+    _check_options("jacobian", options, numerical, return_error)
     if numerical:
-        return numerical_jacobian(func, given, is_tuple, sparse, forward, return_error)
-    outputs_are_tuple, parts = _matrix("jacobian", func, given, options, forward)
-    return nested(parts, outputs_are_tuple, is_tuple)
+        return numerical_jacobian(func, given, is_tuple, sparse, options.forward, return_error)
+    outputs_are_tuple, parts = _matrix("jacobian", func, given, options)
+    return containers.nested(parts, outputs_are_tuple, is_tuple)
 
 
 @restores_caller_state
@@ -203,9 +193,9 @@ def hessian(
     [[2.0, 0.0], [0.0, 2.0]]
     """
     check_callable(func)
-    is_tuple, given = as_inputs(inputs, "hessian")
-    options = _options(create_graph, strict, vectorize, sparse)
-    forward = _check_options("hessian", options, outer_jacobian_strategy, numerical, return_error)
+    is_tuple, given = containers.as_inputs(inputs, "hessian")
+    options = _options(create_graph, strict, vectorize, sparse, outer_jacobian_strategy)
+    _check_options("hessian", options, numerical, return_error)
     if numerical:
         return numerical_hessian(func, given, is_tuple, sparse, return_error)
 
@@ -213,7 +203,7 @@ def hessian(
         with torch.enable_grad():
             # Within a transform of torch.func, `requires_grad_` raises.
             tracked = tuple(value if value.requires_grad else value.requires_grad_() for value in arguments)
-            output = scalar(func(*tracked), "hessian", strict)
+            output = containers.scalar(func(*tracked), "hessian", strict)
             gradients: Sequence[Tensor | None] = [None] * len(tracked)
             if output.requires_grad:
                 gradients = torch.autograd.grad(output, tracked, create_graph=True, allow_unused=True)
@@ -227,8 +217,8 @@ def hessian(
                     )
             return filled
 
-    _, parts = _matrix("hessian", gradient_at, given, options, forward, symmetric=True)
-    return nested(parts, is_tuple, is_tuple)
+    _, parts = _matrix("hessian", gradient_at, given, options, symmetric=True)
+    return containers.nested(parts, is_tuple, is_tuple)
 
 
 def _primals(inputs: Tensors, create_graph: bool) -> Tensors:
@@ -251,10 +241,8 @@ def _zeros_for_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) 
     return tuple(_strided(torch.zeros_like(other) if each is None else each) for each, other in pairs)
 
 
-def _check_options(name: str, options: _Options, strategy: str, numerical: bool, return_error: bool) -> bool:
-    """Whether forward mode is requested; raises if keywords cannot be combined."""
-    if strategy not in ("forward-mode", "reverse-mode"):
-        raise AssertionError(f'Expected strategy to be either "forward-mode" or "reverse-mode", got {strategy!r}.')
+def _check_options(name: str, options: _Options, numerical: bool, return_error: bool) -> None:
+    """Raises if keywords cannot be combined."""
     if options.sparse not in (True, False, "auto"):
         raise ValueError(f"sparse must be True, False or 'auto', got {options.sparse!r}.")
     if options.sparse is True and options.create_graph:
@@ -263,8 +251,7 @@ def _check_options(name: str, options: _Options, strategy: str, numerical: bool,
             "their derivatives may not be zero."
         )
     check_product_options(options.create_graph, options.strict, numerical, return_error)
-    forward = strategy == "forward-mode"
-    if forward and not numerical:
+    if options.forward and not numerical:
         for keyword, error in (("create_graph", NotImplementedError), ("strict", RuntimeError)):
             if getattr(options, keyword):
                 raise error(
@@ -285,19 +272,16 @@ def _check_options(name: str, options: _Options, strategy: str, numerical: bool,
             f"fastgrad.functional.{name}: `strict=True` and `vectorize=True` are not supported together: set one of "
             "them to False."
         )
-    return forward
 
 
-def _matrix(
-    name: str, func: Func, given: Tensors, options: _Options, forward: bool, symmetric: bool = False
-) -> tuple[bool, Parts]:
+def _matrix(name: str, func: Func, given: Tensors, options: _Options, symmetric: bool = False) -> tuple[bool, Parts]:
     """Whether func returns a tuple, and the parts of its Jacobian."""
-    if forward:
+    if options.forward:
         return _forward(name, func, given, options, symmetric)
     with torch.enable_grad():
         primals = _primals(given, options.create_graph)
-        outputs_are_tuple, outputs = as_tensors(func(*primals), OUTPUTS, name)
-        check_tracked(outputs, options.strict)
+        outputs_are_tuple, outputs = containers.as_tensors(func(*primals), containers.OUTPUTS, name)
+        containers.check_tracked(outputs, options.strict)
         # Integers have no gradient: they are replaced by a floating tensor without a graph.
         outputs = tuple(each if is_differentiable(each) else each.to(torch.float32) for each in outputs)
         return outputs_are_tuple, _reverse(outputs, primals, options, symmetric)
@@ -322,11 +306,11 @@ def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bo
     found = entries_by_structure(backward_map(outputs, inputs), columns, symmetric and is_real)
     if found is not None:
         dtypes = [[value.dtype for value in inputs] for _ in outputs]
-        return of_entries(found, outputs, inputs, dtypes, is_sparse_enough(found, options.sparse))
+        return containers.of_entries(found, outputs, inputs, dtypes, containers.is_sparse_enough(found, options.sparse))
     blocks = _rows_by_torch(outputs, inputs, options) if options.vectorize else _rows(outputs, inputs)
     if options.sparse is True:
         return _joined(blocks, outputs, inputs, options)
-    parts = [[zeros(output, value, value.dtype) for value in inputs] for output in outputs]
+    parts = [[containers.zeros(output, value, value.dtype) for value in inputs] for output in outputs]
     for o, first, rows in blocks:
         for part, row in zip(parts[o], rows, strict=True):
             part.view(outputs[o].numel(), -1)[first : first + len(row)] = row
@@ -437,7 +421,7 @@ def _joined(blocks: Rows, outputs: Tensors, inputs: Tensors, options: _Options) 
             return whole.reshape((*output.shape, *value.shape))
         whole = whole.coalesce()
         i, j = whole.indices()
-        return sparse_part(i, j, whole.values().to(value.dtype), output.shape, value.shape)
+        return containers.sparse_part(i, j, whole.values().to(value.dtype), output.shape, value.shape)
 
     found: list[list[list[Tensor]]] = [[[] for _ in inputs] for _ in outputs]
     for o, _, block in blocks:
@@ -450,25 +434,24 @@ def _joined(blocks: Rows, outputs: Tensors, inputs: Tensors, options: _Options) 
     ]
 
 
-def _forward(name: str, func: Func, given: Tensors, options: _Options, symmetric: bool = False) -> tuple[bool, Parts]:
+def _forward(name: str, func: Func, given: Tensors, options: _Options, symmetric: bool) -> tuple[bool, Parts]:
     """The Jacobian by forward-mode AD: from groups of columns if sparse, otherwise many columns at once by vmap."""
     primals = tuple(value.detach() for value in given)
-    outputs_are_tuple, found_outputs = as_tensors(func(*primals), OUTPUTS, name)
+    outputs_are_tuple, found_outputs = containers.as_tensors(func(*primals), containers.OUTPUTS, name)
     outputs = tuple(output.detach() for output in found_outputs)
 
     def tuple_of(*arguments: Tensor) -> Tensors:
-        return as_tensors(func(*arguments), OUTPUTS, name)[1]
+        return containers.as_tensors(func(*arguments), containers.OUTPUTS, name)[1]
 
     dtypes = [[output.dtype for _ in primals] for output in outputs]
-    found: Entries | None = None
     if all(_is_plain(tensor, primals[0].device) and is_differentiable(tensor) for tensor in (*outputs, *primals)):
         is_real = not any(tensor.is_complex() for tensor in (*outputs, *primals))
         along = LinearMap(partial(tangents_along, tuple_of, primals), primals, outputs)
         found = entries_by_structure(along, symmetric=symmetric and is_real)
-    if found is not None:
-        sparse = is_sparse_enough(found, options.sparse)
-        return outputs_are_tuple, of_entries(found.transposed(), outputs, primals, dtypes, sparse)
-    parts = [[zeros(output, value, output.dtype) for value in primals] for output in outputs]
+        if found is not None:
+            sparse = containers.is_sparse_enough(found, options.sparse)
+            return outputs_are_tuple, containers.of_entries(found.transposed(), outputs, primals, dtypes, sparse)
+    parts = [[containers.zeros(output, value, output.dtype) for value in primals] for output in outputs]
 
     def tangents(*seeds: Tensor) -> Tensors:
         shaped = [seed.view_as(value) for seed, value in zip(seeds, primals, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -10,19 +10,9 @@ import torch
 from torch import Tensor
 
 from fastgrad.core import native
+from fastgrad.functional import containers
 from fastgrad.functional.compressed import Entries
-from fastgrad.functional.containers import (
-    OUTPUTS,
-    Sparse,
-    Tensors,
-    as_tensors,
-    form,
-    is_sparse_enough,
-    nested,
-    of_entries,
-    scalar,
-    vector,
-)
+from fastgrad.functional.containers import Func, Sparse, Tensors
 from fastgrad.functional.finite_differences import (
     Differences,
     derivative_along,
@@ -30,8 +20,6 @@ from fastgrad.functional.finite_differences import (
     second_derivatives,
 )
 from fastgrad.problem.coordinates import Block
-
-Func = Callable[..., Any]
 
 
 def numerical_jacobian(
@@ -43,13 +31,14 @@ def numerical_jacobian(
     found = jacobian_by_differences(seen, inputs, return_error)
     dtypes = [[output.dtype if forward else value.dtype for value in inputs] for output in seen.outputs]
     entries, errors = _of_elements(found, inputs, seen.outputs, forward)
-    is_sparse = sparse is True or (found.is_compressed and is_sparse_enough(entries, sparse))
-    result = nested(of_entries(entries, seen.outputs, inputs, dtypes, is_sparse), seen.is_tuple, is_tuple)
+    is_sparse = sparse is True or (found.is_compressed and containers.is_sparse_enough(entries, sparse))
+    of_values = containers.of_entries(entries, seen.outputs, inputs, dtypes, is_sparse)
+    result = containers.nested(of_values, seen.is_tuple, is_tuple)
     if not return_error:
         return result
     real = [[dtype.to_real() if dtype.is_complex else dtype for dtype in row] for row in dtypes]
-    of_errors = of_entries(errors, seen.outputs, inputs, real, is_sparse, found.error_elsewhere)
-    return result, nested(of_errors, seen.is_tuple, is_tuple)
+    of_errors = containers.of_entries(errors, seen.outputs, inputs, real, is_sparse, found.error_elsewhere)
+    return result, containers.nested(of_errors, seen.is_tuple, is_tuple)
 
 
 def numerical_hessian(func: Func, inputs: Tensors, is_tuple: bool, sparse: Sparse, return_error: bool) -> Any:
@@ -61,17 +50,18 @@ def numerical_hessian(func: Func, inputs: Tensors, is_tuple: bool, sparse: Spars
         return own.to_sparse() if sparse is True else own
 
     def parts(matrix: Tensor) -> Any:
-        return nested([[part(matrix, left, right) for right in blocks] for left in blocks], is_tuple, is_tuple)
+        rows = [[part(matrix, left, right) for right in blocks] for left in blocks]
+        return containers.nested(rows, is_tuple, is_tuple)
 
     return (parts(values), parts(errors)) if return_error else parts(values)
 
 
 def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_error: bool) -> tuple[Any, ...]:
-    """`functional.vjp` from the Jacobian by differences."""
+    """`functional.vjp` from the Jacobian by differences, with its errors."""
     _check_strided(inputs, "vjp")
     seen = _Seen(func, "vjp")
     found = jacobian_by_differences(seen, inputs, return_error)
-    cotangents = vector(v, seen.outputs, seen.is_tuple, "vjp")
+    cotangents = containers.vector(v, seen.outputs, seen.is_tuple, "vjp")
     m, n = (sum(block.size for block in blocks) for blocks in (found.outputs, found.inputs))
     all_weights = torch.zeros(m, dtype=torch.float64, device=found.values.device)
     for block in found.outputs:
@@ -85,29 +75,29 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
     # If a weight is zero, an infinite error does not count.
     errors = total(torch.where(weights == 0, 0.0, weights.abs() * found.errors))
     errors += found.error_elsewhere * float(all_weights[all_weights.isfinite()].abs().sum())
-    output, values = form(seen.outputs, seen.is_tuple), total(weights * found.values)
-    return _product(output, found.inputs, inputs, is_tuple, values, errors if return_error else None)
+    output, values = containers.form(seen.outputs, seen.is_tuple), total(weights * found.values)
+    return _product(output, found.inputs, inputs, is_tuple, values, errors)
 
 
-def numerical_jvp(func: Func, inputs: Tensors, tangents: Tensors, return_error: bool) -> tuple[Any, ...]:
-    """`functional.jvp` by differences along v."""
+def numerical_jvp(func: Func, inputs: Tensors, tangents: Tensors) -> tuple[Any, ...]:
+    """`functional.jvp` by differences along v, with its errors."""
     _check_strided(inputs, "jvp")
     seen = _Seen(func, "jvp")
     primals = tuple(value.detach() for value in inputs)
     seen(*(value.clone().requires_grad_() for value in primals))
     blocks, values, errors = derivative_along(seen, primals, tangents)
-    output = form(seen.outputs, seen.is_tuple)
-    return _product(output, blocks, seen.outputs, seen.is_tuple, values, errors if return_error else None)
+    output = containers.form(seen.outputs, seen.is_tuple)
+    return _product(output, blocks, seen.outputs, seen.is_tuple, values, errors)
 
 
 def numerical_hessian_product(
-    name: str, func: Func, inputs: Tensors, is_tuple: bool, tangents: Tensors, return_error: bool
+    name: str, func: Func, inputs: Tensors, is_tuple: bool, tangents: Tensors
 ) -> tuple[Any, ...]:
-    """`functional.vhp` and `functional.hvp`, which are equal for differences, by second differences."""
+    """`functional.vhp` and `functional.hvp`, which are equal for differences, with their errors."""
     _check_real(inputs, name)
     flat = torch.cat([tangent.detach().reshape(-1).to(torch.float64) for tangent in tangents])
     output, blocks, values, errors = _second_derivatives(name, func, inputs, flat)
-    return _product(output, blocks, inputs, is_tuple, values, errors if return_error else None)
+    return _product(output, blocks, inputs, is_tuple, values, errors)
 
 
 class _Seen:
@@ -120,16 +110,16 @@ class _Seen:
         self._name = name
 
     def __call__(self, *arguments: Tensor) -> Tensors:
-        is_tuple, outputs = as_tensors(self._func(*arguments), OUTPUTS, self._name)
+        is_tuple, outputs = containers.as_tensors(self._func(*arguments), containers.OUTPUTS, self._name)
         if not self.outputs:
             self.is_tuple, self.outputs = is_tuple, tuple(output.detach().clone() for output in outputs)
         return outputs
 
 
 def _product(
-    output: Any, blocks: Sequence[Block], like: Tensors, is_tuple: bool, values: Tensor, errors: Tensor | None
+    output: Any, blocks: Sequence[Block], like: Tensors, is_tuple: bool, values: Tensor, errors: Tensor
 ) -> tuple[Any, ...]:
-    """The result of the public function: func's output, the product and, if errors are given, the errors."""
+    """Func's output, the product and its errors, of the form of `like`."""
 
     def unflattened(coordinates: Tensor) -> Tensors:
         """Tensors like `like` from real coordinates; zeros for a tensor without coordinates."""
@@ -140,10 +130,8 @@ def _product(
             native.ops.unflatten_(tensors[block.position], coordinates[block.slice])
         return tuple(tensors)
 
-    product = form(unflattened(values), is_tuple)
-    if errors is None:
-        return output, product
-    return output, product, form([error.abs() for error in unflattened(errors)], is_tuple)
+    of_errors = [error.abs() for error in unflattened(errors)]
+    return output, containers.form(unflattened(values), is_tuple), containers.form(of_errors, is_tuple)
 
 
 def _check_strided(inputs: Tensors, name: str) -> None:
@@ -165,7 +153,7 @@ def _second_derivatives(
     seen: list[Tensor] = []
 
     def single(*arguments: Tensor) -> Tensors:
-        output = scalar(func(*arguments), name)
+        output = containers.scalar(func(*arguments), name)
         if not seen:
             seen.append(output.detach().clone())
             _check_real((output, *inputs), name)

@@ -7,13 +7,11 @@ from typing import Any, Literal
 
 import torch
 
-from fastgrad.functional.containers import as_inputs, vector
+from fastgrad.functional.containers import Func, as_inputs, vector
 from fastgrad.functional.numerical import numerical_hessian_product, numerical_jvp, numerical_vjp
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.validation import as_bool
-
-Func = Callable[..., Any]
 
 
 @restores_caller_state
@@ -202,11 +200,14 @@ def _product(
         return of_torch(func, inputs, v, create_graph=create_graph, strict=strict)
     with torch.enable_grad():
         if name == "vjp":
-            return numerical_vjp(func, given, is_tuple, v, return_error)
-        tangents = vector(v, given, is_tuple, name)
-        if name == "jvp":
-            return numerical_jvp(func, given, tangents, return_error)
-        return numerical_hessian_product(name, func, given, is_tuple, tangents, return_error)
+            found = numerical_vjp(func, given, is_tuple, v, return_error)
+        else:
+            tangents = vector(v, given, is_tuple, name)
+            if name == "jvp":
+                found = numerical_jvp(func, given, tangents)
+            else:
+                found = numerical_hessian_product(name, func, given, is_tuple, tangents)
+    return found if return_error else found[:2]
 
 
 def check_product_options(create_graph: bool, strict: bool, numerical: bool, return_error: bool) -> None:
