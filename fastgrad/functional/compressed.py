@@ -18,6 +18,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import COTANGENT_STREAM, PROBE_COTANGENT, PROBE_DIRECTION, direction
+from fastgrad.core.tensors import ones_at
 from fastgrad.engines.plan import admitted_entries
 from fastgrad.functional.linear_map import LinearMap
 from fastgrad.report.settings import Settings
@@ -104,8 +105,7 @@ class _Scheme:
         positions = torch.from_numpy(self.positions[entries]).to(self.map.device)
         places = torch.from_numpy(entries).to(self.map.device)
         for g in range(self.count):
-            seed = torch.zeros(self.map.m, dtype=torch.float64, device="cpu")
-            seed[torch.from_numpy(order[starts[g] : starts[g + 1]])] = 1.0
+            seed = ones_at(self.map.m, torch.from_numpy(order[starts[g] : starts[g + 1]]), torch.device("cpu"))
             own = slice(entry_starts[g], entry_starts[g + 1])
             found[places[own]] = self.map.product(seed)[positions[own]]
         return found
@@ -231,7 +231,7 @@ def _is_certified(rows: LinearMap, found: Entries) -> bool:
         direction(rows.m, 0, COTANGENT_STREAM + 16 * halved, halved=bool(halved)) for halved in range(CERTIFICATES)
     ]
     if rows.is_custom:  # custom code may be wrong only for one-hot seeds, or for all other seeds
-        seeds += [torch.eye(1, rows.m, dtype=torch.float64, device="cpu")[0].roll(shift) for shift in (0, -1)]
+        seeds += [ones_at(rows.m, row, torch.device("cpu")) for row in (0, -1)]
     for seed in map(rows.rounded, seeds):
         terms = precise * seed.to(rows.device)[i]
         total = torch.zeros(rows.n, dtype=precise.dtype, device=rows.device).index_add_(0, j, terms)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastgrad.core.native import Layout
 from fastgrad.core.random import PRECISION_STREAM, direction
+from fastgrad.core.tensors import ones_at
 from fastgrad.problem.problem import Problem
 
 MAX_ROWS = 2048
@@ -58,9 +59,8 @@ class Probes:
 
 def one_row(problem: Problem, row: int) -> Probes:
     """A `Probes` with one one-hot grad_output, for output coordinate `row`."""
-    cotangent = torch.zeros(1, problem.m, dtype=torch.float64, device=problem.device)
-    cotangent[0, row] = 1
-    return Probes(cotangent, torch.tensor([row], device="cpu"), f"row {row}", dense=0)
+    cotangent = ones_at(problem.m, row, problem.device)
+    return Probes(cotangent.unsqueeze(0), torch.tensor([row], device="cpu"), f"row {row}", dense=0)
 
 
 def probes_of(problem: Problem, fast_mode: bool, vectorizes: bool, seed: int) -> Probes:

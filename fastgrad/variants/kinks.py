@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastgrad.api.jacobians import analytical_matrix
 from fastgrad.core.random import TANGENT_STREAM, direction
+from fastgrad.core.tensors import ones_at
 from fastgrad.problem.problem import Problem
 
 MAX_ENTRIES = 1 << 16
@@ -44,9 +45,7 @@ def examined(func: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[int, in
         gradient, scale = analytical_matrix(problem).cpu(), problem.coordinates().cpu().abs().clamp(min=1.0)
         slopes, smooth = torch.zeros(m, n, dtype=torch.float64), torch.zeros(m, n, dtype=torch.bool)
         for coordinate in range(n):
-            u = torch.zeros(n, dtype=torch.float64)
-            u[coordinate] = 1.0
-            slope, smooth[:, coordinate] = _slope(problem, u * scale)
+            slope, smooth[:, coordinate] = _slope(problem, ones_at(n, coordinate, scale.device) * scale)
             slopes[:, coordinate] = slope / scale[coordinate]
         adds_up = torch.ones(m, dtype=torch.bool)
         for number in range(DIRECTIONS):
