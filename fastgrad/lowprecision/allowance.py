@@ -101,29 +101,20 @@ def plain_draws(products: Products, cotangents: Tensor, dtype: torch.dtype) -> I
 def _mean_square(
     products: Products, cotangents: Tensor, exact: Tensor, inputs: Perturbed, draws: Sequence[Arithmetic]
 ) -> tuple[Tensor, Tensor]:
-    """Root mean squares of the moduli of differences: of outputs, shape (m,), and of VJPs, shape (count, n)."""
-    of_values, of_products = _MeanSquare(products.values), _MeanSquare(exact)
+    """Root mean squares of the moduli of differences: of outputs, shape (m,), and of VJPs, shape (count, n).
+
+    Only finite differences count; a root is infinite if there are none.
+    """
+    found = [(torch.zeros_like(one), torch.zeros_like(one)) for one in (products.values, exact)]
     for arithmetic in draws:
         values, gradients = products.draw(arithmetic, cotangents, inputs)
-        of_values.add(products.outputs.moduli(values - products.values))
-        of_products.add(products.inputs.moduli(gradients - exact))
-    return of_values.root(), of_products.root()
-
-
-class _MeanSquare:
-    """The root mean square of the finite values of each element of several tensors; infinite if there are none."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._sum, self._count = torch.zeros_like(like), torch.zeros_like(like)
-
-    def add(self, values: Tensor) -> None:
-        squares = values.square()
-        finite = squares.isfinite()
-        self._sum += torch.where(finite, squares, 0.0)
-        self._count += finite
-
-    def root(self) -> Tensor:
-        return torch.where(self._count > 0, self._sum / self._count, torch.inf).sqrt()
+        moduli = products.outputs.moduli(values - products.values), products.inputs.moduli(gradients - exact)
+        for (total, number), one in zip(found, moduli, strict=True):
+            squares = one.square()
+            total += torch.where(squares.isfinite(), squares, 0.0)
+            number += squares.isfinite()
+    of_values, of_products = (torch.where(number > 0, total / number, torch.inf).sqrt() for total, number in found)
+    return of_values, of_products
 
 
 def is_rounded_once(error: Tensor, size: Tensor, inputs: Coordinates) -> bool:

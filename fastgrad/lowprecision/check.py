@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -96,41 +96,41 @@ def check(
         states.restore()
 
 
+@dataclass
 class LowerCheck:
-    """The state of one check in a lower dtype.
+    """One check in a lower dtype.
 
     Attributes
     ----------
+    states
+        The random states from which every call of func starts.
     comparison
         Comparison with a reference, once `report` has run; None if there was none.
     """
 
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        settings: Settings,
-        names: tuple[str, ...],
-        states: RandomState,
-    ) -> None:
-        self._func, self._arguments, self._settings = func, arguments, settings
-        self._names, self._states = names, states
+    func: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    settings: Settings
+    names: tuple[str, ...]
+    states: RandomState
+    comparison: Comparison | None = None
+
+    def __post_init__(self) -> None:
         self._start = time.perf_counter()
-        checked = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
+        checked = [value for value in self.arguments if isinstance(value, Tensor) and value.requires_grad]
         dtypes = tuple(dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in checked))
         self._outcome = Outcome(LowPrecision(dtypes=dtypes))
-        self.comparison: Comparison | None = None
 
     def report(self, make: Callable[[], Reference]) -> Report:
         with (
-            order.full_precision(self._arguments, self._settings) as notes,
-            Progress(self._settings.progress) as progress,
+            order.full_precision(self.arguments, self.settings) as notes,
+            Progress(self.settings.progress) as progress,
             Problem(
-                *(self._func, self._arguments, self._settings.masked, progress, self._names), warn_of_precision=False
+                *(self.func, self.arguments, self.settings.masked, progress, self.names), warn_of_precision=False
             ) as problem,
         ):
             if not problem.has_graph:
-                return order.check(self._func, self._arguments, self._settings, self._names)
+                return order.check(self.func, self.arguments, self.settings, self.names)
             self._outcome.notes += notes
             self._outcome.note(unit=problem.unit_roundoff)
             if self._is_random(problem):
@@ -143,12 +143,12 @@ class LowerCheck:
             try:
                 found = self._with_reference(problem, make)
             except IncomparableError as error:
-                if self._settings.reference is not None:
+                if self.settings.reference is not None:
                     raise ValueError(f"The reference cannot be used: {error}.") from error.__cause__
                 note = f"compared with differences, because there is no reference in double precision: {error}"
                 self._outcome.notes.append(note)
                 if problem.n and problem.m:
-                    judge_by_differences(problem, self._settings.seed, self._outcome)
+                    judge_by_differences(problem, self.settings.seed, self._outcome)
                 found = None
             return self._finished(problem) if found is None else found  # a report of a failure is falsy
 
@@ -158,10 +158,10 @@ class LowerCheck:
         Also notes in `_draws` whether func changes these states. Afterwards, the graph is that of the original states.
         """
         first = problem.base()
-        self._states.restore()
+        self.states.restore()
         again = problem.evaluate(True)
-        self._draws = self._states.has_changed()
-        self._states.restore()
+        self._draws = self.states.has_changed()
+        self.states.restore()
         problem.graph()
         allowed = SAME_DRAW * problem.unit_roundoff * largest(first[first.isfinite()])
         return not bool(near(first, again, allowed).all())
@@ -169,7 +169,7 @@ class LowerCheck:
     def _with_reference(self, problem: Problem, make: Callable[[], Reference]) -> Report | None:
         """Compares with the reference; returns a report if the reference itself is wrong."""
         reference = make()
-        products = Products(reference, problem, self._states)
+        products = Products(reference, problem, self.states)
         self._reject_coarse(reference, problem, products)
         self._outcome.note(reference=reference.name)
         failed = self._check_reference(problem, reference)
@@ -177,7 +177,7 @@ class LowerCheck:
             return failed
         if not problem.n or not problem.m:
             return None
-        probes = probes_of(problem, self._settings.fast_mode, products.vectorizes, self._settings.seed)
+        probes = probes_of(problem, self.settings.fast_mode, products.vectorizes, self.settings.seed)
         self.comparison = judge(problem, products, probes, self._outcome)
         if self._draws and self._outcome.failure is not None:
             self._outcome.failure, self._outcome.causes = None, ()
@@ -205,7 +205,7 @@ class LowerCheck:
         report, nearby = comparable(reference.name, partial(self._first_that_passes, func, reference.arguments))
         if nearby:
             self._outcome.notes.append(f"the reference was checked next to the inputs, because at the inputs {nearby}")
-        if report.failure is not None and _computes_coarsely(report) and self._settings.reference is None:
+        if report.failure is not None and _computes_coarsely(report) and self.settings.reference is None:
             self._outcome.note(reference="")
             raise IncomparableError(f"{reference.name} computes in a lower dtype internally")
         self._outcome.note(reference_report=report.to_dict())
@@ -224,19 +224,19 @@ class LowerCheck:
             f"found by differences in double precision: {reference.name} is wrong, and rounding is not the cause; the "
             f"gradients in {', '.join(self._outcome.precision.dtypes)} were not compared"
         )
-        return replace(report, settings=self._settings, precision=self._outcome.precision, notes=(*report.notes, note))
+        return replace(report, settings=self.settings, precision=self._outcome.precision, notes=(*report.notes, note))
 
     def _first_that_passes(self, func: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Report, str]:
         """The report of a reference at x or, if it fails only at x, next to x; and a clause with the reason, or ""."""
-        report = order.check(func, arguments, self._settings, self._names, explain=False)
+        report = order.check(func, arguments, self.settings, self.names, explain=False)
         if report.failure is None:
             return report, ""
-        explained = order.check(func, arguments, self._settings, self._names)
+        explained = order.check(func, arguments, self.settings, self.names)
         if explained.failure is None:
             return report, ""  # the second check did not fail, but the first failure counts
         numerical_issue = str(explained.failure.numerical_issue)
         for factor in (-NEARBY, NEARBY) if numerical_issue in _ISSUES_AT_X else ():
-            nearby = order.check(func, _nearby(arguments, factor), self._settings, self._names, explain=False)
+            nearby = order.check(func, _nearby(arguments, factor), self.settings, self.names, explain=False)
             if nearby.failure is None:
                 return nearby, _ISSUES_AT_X[numerical_issue]
         return explained, ""
@@ -246,14 +246,14 @@ class LowerCheck:
 
         @wraps(func)
         def seeded(*arguments: Any) -> Any:
-            self._states.restore()
+            self.states.restore()
             return func(*arguments)
 
         return seeded
 
     def _attributes(self, problem: Problem) -> Failure | None:
         """The failure of a check other than that of values, as in double precision; None if all pass."""
-        failure = self._two_runs(problem) or other_checks_failure(problem, self._settings, Findings())
+        failure = self._two_runs(problem) or other_checks_failure(problem, self.settings, Findings())
         if failure is not None and failure.kind in _OF_ZEROS and self._outcome.precision.out_of_range:
             self._outcome.notes.append(
                 f"zero grad_outputs were not checked ({failure.kind}): if the derivative is not finite, "
@@ -266,13 +266,13 @@ class LowerCheck:
         """A failure if two runs of backward differ, or if a gradient has the wrong size or dtype; None otherwise."""
         if not problem.n or not problem.m:
             return None
-        v = random_cotangent(problem, self._settings.seed, 1)
+        v = random_cotangent(problem, self.settings.seed, 1)
         (left, right), match = problem.vjps_of(torch.stack([v, v]), [-1, -1])
-        if self._settings.check_grad_dtypes and not match.dtypes:
+        if self.settings.check_grad_dtypes and not match.dtypes:
             return Failure("dtype")
         if not match.sizes:
             return Failure("size")
-        return Failure("nondeterministic") if largest_change(left, right) > self._settings.nondet_tol else None
+        return Failure("nondeterministic") if largest_change(left, right) > self.settings.nondet_tol else None
 
     def _finished(self, problem: Problem) -> Report:
         outcome = self._outcome
@@ -286,7 +286,7 @@ class LowerCheck:
         reason = "a lower dtype, compared with double precision" if precision.reference else "a lower dtype"
         return Report(
             failure=outcome.failure,
-            settings=self._settings,
+            settings=self.settings,
             plan=Plan("reference" if precision.reference else "differences", 0, 0, True, reason),
             n=problem.n,
             m=problem.m,
@@ -295,10 +295,10 @@ class LowerCheck:
             seconds=time.perf_counter() - self._start,
             notes=tuple(outcome.notes),
             causes=outcome.causes,
-            input_names=self._names,
+            input_names=self.names,
             undecided=math.inf if precision.undecided else None,
             environment=environment(problem.device),
-            subject=subject(self._func, problem) if outcome.failure is not None else None,
+            subject=subject(self.func, problem) if outcome.failure is not None else None,
             precision=precision,
         )
 

@@ -205,33 +205,31 @@ class Comparison:
         return [replace(one, allowed=max(one.allowed, SCALE_ERRORS * squares[one.block.index] ** 0.5)) for one in found]
 
     def _common(self, errors: Tensor) -> list[Common]:
-        """The common part of errors of the dense VJPs, for each input that has one."""
-        found, unit = [], unit_roundoff(self.dtype)
-        for block in self.problem.inputs:
-            every = (self._common_error(errors, block, probe) for probe in range(self.probes.dense - 1))
-            parts = [part for part in every if part[1]]
-            if not parts:
-                continue
-            total = sum(part[1] for part in parts)
-            mean = sum(part[0] * part[1] for part in parts) / total
-            alike = all(part[0] * mean > 0 and abs(part[0]) > abs(mean) / 2 for part in parts)
-            allowed = SCALE_UNITS * unit + SCALE_ERRORS / total**0.5
-            found.append(Common(block, mean, allowed, sum(part[2] for part in parts), alike))
-        return found
+        """The common part of errors of the dense VJPs, for each input that has one.
 
-    def _common_error(self, errors: Tensor, block: Block, probe: int) -> tuple[float, float, float]:
-        """The weighted mean of relative errors, the sum of its weights and the effective number of entries."""
-        size, scale = self.size[probe, block.slice], self.scale[probe, block.slice]
-        exact, error = self.exact[probe, block.slice], errors[probe, block.slice]
-        usable = error.isfinite() & scale.isfinite() & size.isfinite() & (size > 0)
-        weight = torch.where(usable, 1 / scale.square(), 0.0)
-        squares = torch.where(usable, weight * size.square(), 0.0)
-        total = float(squares.sum())
-        if not total:
-            return 0.0, 0.0, 0.0
-        mean = float(torch.where(usable, weight * error * exact, 0.0).sum()) / total
-        # Squares of shares of the total, because squares of very small numbers are zero.
-        return mean, total, 1 / float((squares / total).square().sum())
+        A weighted mean of the relative errors of the entries, first per grad_output, then over all of them.
+        """
+        found, dense = [], self.probes.dense - 1
+        for block in self.problem.inputs:
+            exact, size, scale, error = (
+                values[:dense, block.slice] for values in (self.exact, self.size, self.scale, errors)
+            )
+            usable = error.isfinite() & scale.isfinite() & size.isfinite() & (size > 0)
+            weight = torch.where(usable, 1 / scale.square(), 0.0)
+            squares = torch.where(usable, weight * size.square(), 0.0)
+            totals, sums = squares.sum(1), torch.where(usable, weight * error * exact, 0.0).sum(1)
+            some = totals != 0
+            totals, means = totals[some], sums[some] / totals[some]
+            if not bool(some.any()):
+                continue
+            total = float(totals.sum())
+            mean = float(means @ totals) / total
+            alike = bool(((means * mean > 0) & (means.abs() > abs(mean) / 2)).all())
+            # Squares of shares of the total, because squares of very small numbers are zero.
+            entries = float((1 / (squares[some] / totals.unsqueeze(1)).square().sum(1)).sum())
+            allowed = SCALE_UNITS * unit_roundoff(self.dtype) + SCALE_ERRORS / total**0.5
+            found.append(Common(block, mean, allowed, entries, alike))
+        return found
 
 
 def rounded_entry(

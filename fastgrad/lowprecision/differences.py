@@ -131,7 +131,7 @@ def _derivative(problem: Problem, row: int, w: Tensor, coordinate: int) -> Findi
     alone = torch.zeros(problem.n, dtype=torch.float64, device=problem.device)
     alone[coordinate] = _scales(problem)[coordinate]
     w = torch.where(_changing_outputs(problem, alone), w, 0.0)  # outputs that do not change only add their rounding
-    found = _finding(problem, row, w, torch.zeros_like(alone), alone)
+    found = _finding(problem, Combination(row, w, torch.zeros_like(alone)), alone)
     if found is None:
         return None
     size = max(abs(found.error), float((w * problem.base().nan_to_num(0.0, 0.0, 0.0)).abs().max()))
@@ -157,7 +157,7 @@ def findings(problem: Problem, among: Sequence[Combination], seed: int) -> Itera
     for one in among:
         u = direction(problem.n, seed, PRECISION_STREAM + 16 * (60 + one.row)).to(scale.device)
         signs = torch.where(one.gradient >= 0, 1.0, -1.0)
-        finding = _finding(problem, one.row, one.w, one.gradient, scale * u.abs().div(1.5) * signs)
+        finding = _finding(problem, one, scale * u.abs().div(1.5) * signs)
         if finding is not None:
             yield finding
 
@@ -167,12 +167,12 @@ def entry_of(problem: Problem, row: int, seed: int) -> tuple[int, Finding] | Non
 
     Tests the `MAX_ENTRIES` entries with the largest contributions to the row.
     """
-    w, scale = one_row(problem, row).cotangents[0], _scales(problem)
-    gradient = problem.row(row)
-    for coordinate in (gradient * scale).abs().nan_to_num(0.0).topk(min(MAX_ENTRIES, problem.n)).indices.tolist():
+    one = Combination(row, one_row(problem, row).cotangents[0], problem.row(row))
+    scale = _scales(problem)
+    for coordinate in (one.gradient * scale).abs().nan_to_num(0.0).topk(min(MAX_ENTRIES, problem.n)).indices.tolist():
         alone = torch.zeros_like(scale)
         alone[coordinate] = scale[coordinate]
-        finding = _finding(problem, row, w, gradient, alone)
+        finding = _finding(problem, one, alone)
         if finding is not None and finding.is_wrong:
             movement = _movement(problem, row, coordinate, seed) * finding.step
             if abs(finding.error) > finding.allowed + movement:
@@ -221,12 +221,12 @@ def _scales(problem: Problem) -> Tensor:
     return made
 
 
-def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Tensor) -> Finding | None:
-    points = _points(problem, w, gradient, whole)
+def _finding(problem: Problem, one: Combination, whole: Tensor) -> Finding | None:
+    points = _points(problem, one, whole)
     fits = [] if points is None else _fits(*points)
     if not fits:
         return None
-    terms = gradient * whole
+    terms = one.gradient * whole
     unit = unit_roundoff(coarsest([block.tensor.dtype for block in problem.inputs]))
     own = ROUNDING * unit * (abs(float(terms.sum())) + float(terms.square().sum().sqrt()))
     best = min(fits, key=lambda fit: fit.uncertainty)
@@ -236,7 +236,7 @@ def _finding(problem: Problem, row: int, w: Tensor, gradient: Tensor, whole: Ten
     allowed = uncertainty + own
     seen = any(abs(fit.error) > fit.uncertainty + own for fit in finer)
     is_undecided = abs(best.error) > allowed and abs(best.error) > LARGE * size and not seen
-    return Finding(row, best.error, allowed, size, is_undecided, float(whole.abs().max()))
+    return Finding(one.row, best.error, allowed, size, is_undecided, float(whole.abs().max()))
 
 
 def _both_sides(problem: Problem, whole: Tensor, step: float) -> tuple[Tensor, Tensor]:
@@ -244,7 +244,7 @@ def _both_sides(problem: Problem, whole: Tensor, step: float) -> tuple[Tensor, T
     return problem.evaluate(False, whole, step), problem.evaluate(False, whole, -step)
 
 
-def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tuple[int, Numbers] | None:
+def _points(problem: Problem, one: Combination, whole: Tensor) -> tuple[int, Numbers] | None:
     """Steps per halving, and a table of five rows, with one column per step; None if few steps are usable.
 
     The rows are: steps; odd part of the change, minus what the gradient explains; even part of the change; random
@@ -252,9 +252,9 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
     """
     dtype = coarsest([block.tensor.dtype for block in problem.outputs])
     per_halving, count = STEPS.get(dtype, STEPS[torch.float32])
-    used = w != 0
-    weights = w[used]
-    units = per_coordinate(problem.outputs, lambda block: unit_roundoff(block.tensor.dtype), w.device)[used]
+    used = one.w != 0
+    weights = one.w[used]
+    units = per_coordinate(problem.outputs, lambda block: unit_roundoff(block.tensor.dtype), problem.device)[used]
     base, rows = problem.base()[used], []
     largest = problem.base().abs().nan_to_num(0.0, 0.0, 0.0).max()
     for number in range(count):
@@ -265,7 +265,7 @@ def _points(problem: Problem, w: Tensor, gradient: Tensor, whole: Tensor) -> tup
         ahead, behind = (side[used] for side in sides)
         if not bool((ahead.isfinite() & behind.isfinite()).all()):
             continue
-        left = gradient @ problem.realized_width(whole, step) / 2
+        left = one.gradient @ problem.realized_width(whole, step) / 2
         odd = float(weights @ (ahead - behind) / 2 - left)
         even = float(weights @ (ahead + behind - 2 * base) / 2)
         noise = units * torch.maximum(ahead.abs(), behind.abs()).clamp(min=1e-300) * weights.abs()
