@@ -147,12 +147,14 @@ def _checked(step: Step, settings: Settings, limit: int, start: float) -> ModelR
     calls = list(recorder.calls.values())
     operations = [check_operation(call, settings, only_finite=not_finite is not None) for call in calls]
     remarks = _remarks(recorder, step) + ([] if not_finite is None else [ONLY_FINITE])
-    end_to_end, experiments = _whole(step, settings, limit, recorder, operations, remarks)
+    experiments = LossErrorExperiments(step, LossDerivatives(step, settings.seed), limit)
+    end_to_end = _end_to_end(experiments, recorder, operations, remarks)
     if end_to_end.verdict == "wrong" and not_finite is None and not _any_wrong(operations):
         found = [check_operation(other, settings) for call in calls for other in call.others]
         operations += [one for one in found if one.verdict == "wrong"]
         if len(operations) == len(calls):
-            end_to_end, experiments = _whole(step, settings, limit, recorder, operations, remarks, explains=True)
+            experiments = LossErrorExperiments(step, LossDerivatives(step, settings.seed), limit)
+            end_to_end = _end_to_end(experiments, recorder, operations, remarks, explains=True)
     operations.sort(key=_order)
     wrong = (one for one in operations if one.verdict == "wrong")
     findings = [] if not_finite is None else [not_finite]
@@ -172,24 +174,21 @@ def _checked(step: Step, settings: Settings, limit: int, start: float) -> ModelR
     )
 
 
-def _whole(
-    step: Step,
-    settings: Settings,
-    limit: int,
+def _end_to_end(
+    experiments: LossErrorExperiments,
     recorder: Recorder,
     operations: Sequence[Operation],
     remarks: list[str],
     explains: bool = False,
-) -> tuple[EndToEnd, LossErrorExperiments]:
+) -> EndToEnd:
     """Tests the gradient of the loss and parameters without a gradient; with explains, also looks for a reason."""
-    whole = LossDerivatives(step, settings.seed)
+    whole = experiments.whole
 
     def compare() -> list[DirectionalComparison]:
         return [whole.quickly_along(whole.direction(number)) for number in range(DIRECTIONS)]
 
-    experiments = LossErrorExperiments(step, whole, limit)
     with ExitStack() as stack:
-        why = enter_precise(step, whole, stack)
+        why = enter_precise(experiments.step, whole, stack)
         if why:
             remarks.append(f"the end-to-end test ran the model in its own dtype, not in double precision: {why}")
         if any(cut.is_intended for cut in recorder.detached):
@@ -214,7 +213,7 @@ def _whole(
                 "the gradient of the loss is wrong, perhaps only because of the wrong operations: correct them, and "
                 "check again"
             )
-    return whole.result(found), experiments
+    return whole.result(found)
 
 
 def _any_wrong(operations: Sequence[Operation]) -> bool:

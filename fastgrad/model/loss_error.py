@@ -124,7 +124,8 @@ class LossErrorExperiments:
 
     def next_to_kink(self, operations: Sequence[str]) -> AbstractContextManager[None]:
         """A context in which the parameters are next to a kink of the loss; operations: those that may cause it."""
-        names = [self.step.names[i] for i in range(len(self.step.parameters)) if self._is_at_kink(i)]
+        examined = enumerate(self.step.names[:MAX_PARAMETERS])
+        names = [name for i, name in examined if self.whole.has_kink(self.whole.only([i]))]
         whose = f" with respect to {_listed(names)}" if names else ""
         cause = f" (probably that of {_listed(operations)})" if operations else ""
         self.undecided.append(
@@ -147,9 +148,6 @@ class LossErrorExperiments:
         with self.step.moved(self.whole.only(every, 2), NEXT_TO):
             self.whole.measure()
             yield
-
-    def _is_at_kink(self, parameter: int) -> bool:
-        return parameter < MAX_PARAMETERS and self.whole.has_kink(self.whole.only([parameter]))
 
     def look_at_missing(self) -> None:
         """Reports whether the loss depends on parameters without a gradient and, if so, where their path ends."""

@@ -58,7 +58,7 @@ class Step:
         self.evaluations = 0
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._kept = SavedState([*model.parameters(), *model.buffers()], inputs, self._kwargs)
-        self._buffers, self._written = Buffers(model), _Written(inputs, self._kwargs)
+        self._buffers, self._written = Buffers(model), _written(inputs, self._kwargs)
         self._random = _RandomStates([*generators_of(model), *inputs, *self._kwargs.values()])
         self._modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
         self.unscaled = {
@@ -107,7 +107,8 @@ class Step:
                 table.clear()
                 table.update(entries)
         self._buffers.restore(thoroughly=True)
-        self._written.restore()
+        for kept in self._written:
+            kept.restore(look=False)
 
     def given(self) -> list[tuple[str, Tensor]]:
         """The parameters, buffers and arguments of the model, and their names in texts."""
@@ -174,7 +175,7 @@ class Step:
                         tensor.grad = None
                         tensor.data = data.to(DOUBLE[tensor.dtype])
                 self._inputs, self._kwargs = doubled(self._inputs), doubled(self._kwargs)
-                self._buffers, self._written = Buffers(self.model), _Written(self._inputs, self._kwargs)
+                self._buffers, self._written = Buffers(self.model), _written(self._inputs, self._kwargs)
                 torch.set_default_dtype(torch.float64)
                 stack.enter_context(without_autocast())
                 stack.enter_context(_InDouble())
@@ -199,26 +200,16 @@ class Step:
                 parameter.data.copy_(values)
 
 
-class _Written:
-    """The tensors among the arguments of a model, which are restored before every call if the model writes to them."""
+def _written(*arguments: Any) -> list[Kept]:
+    """The tensors among the arguments of a model that are restored before every call: it may write to them."""
 
-    def __init__(self, *arguments: Any) -> None:
-        found: list[tuple[str, Tensor]] = []
-        flatten(arguments, "", lambda tensor: True, found)
-        self._kept = [Kept(one) for one in {id(one): one for _, one in found}.values() if _is_writable(one)]
+    def is_writable(tensor: Tensor) -> bool:
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        return is_plain and not (tensor.is_meta or tensor.is_nested or tensor.is_inference())
 
-    def restore(self) -> None:
-        for kept in self._kept:
-            kept.restore(look=False)
-
-
-def _is_writable(tensor: Tensor) -> bool:
-    """Whether a model could write to a tensor so that the tensor can be restored."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.is_meta or tensor.is_nested or tensor.is_inference())
-    )
+    found: list[tuple[str, Tensor]] = []
+    flatten(arguments, "", is_writable, found)
+    return [Kept(one) for one in {id(one): one for _, one in found}.values()]
 
 
 class _RandomStates(RandomState):
