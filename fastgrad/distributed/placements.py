@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -99,15 +102,13 @@ def parts_of(whole: Tensor, placement: Placement, like: Sequence[Tensor]) -> lis
 
 def held_by(placement: Shard, parts: Sequence[torch.Size], index: Sequence[int]) -> tuple[int, list[int]]:
     """The rank that holds an element, and its index in that rank's part."""
-    first = 0
-    for rank, shape in enumerate(parts):
-        size = shape[placement.dim]
-        if index[placement.dim] < first + size:
-            own = list(index)
-            own[placement.dim] -= first
-            return rank, own
-        first += size
-    raise IndexError(f"index {list(index)} is outside all parts; their shapes: {[list(shape) for shape in parts]}")
+    starts = list(accumulate((shape[placement.dim] for shape in parts), initial=0))
+    rank = bisect_right(starts, index[placement.dim]) - 1  # the last rank whose part begins here or before
+    if rank == len(parts):
+        raise IndexError(f"index {list(index)} is outside all parts; their shapes: {[list(shape) for shape in parts]}")
+    own = list(index)
+    own[placement.dim] -= starts[rank]
+    return rank, own
 
 
 def mismatch(placement: Placement, parts: Sequence[Tensor]) -> str:
@@ -119,19 +120,13 @@ def mismatch(placement: Placement, parts: Sequence[Tensor]) -> str:
         if fewest < needed:
             needs = f"needs at least {count(needed, 'dimension')}"
             return f"is {placement}, which {needs}, but has {count(fewest, 'dimension')} on rank {rank}"
-        shapes, others = [_without(shape, placement.dim) for shape in shapes], "other dimensions"
+        shapes, others = [torch.Size(np.delete(shape, placement.dim)) for shape in shapes], "other dimensions"
     if len(set(shapes)) > 1:
         listed = ", ".join(f"{list(part.shape)} on rank {rank}" for rank, part in enumerate(parts))
         return f"is {placement}, but its {others} differ: {listed}"
     if len({part.dtype for part in parts}) > 1:
         return f"has different dtypes on the ranks: {', '.join(str(part.dtype) for part in parts)}"
     return ""
-
-
-def _without(shape: torch.Size, dimension: int) -> torch.Size:
-    sizes = list(shape)
-    del sizes[dimension]
-    return torch.Size(sizes)
 
 
 @dataclass(frozen=True)

@@ -82,15 +82,13 @@ def entries_of(report: ReportData) -> Entries | None:
         extent, worst = comparison.extent, comparison.worst_entries
         shapes = tuple(span.size for span in extent.output), tuple(span.size for span in extent.input)
         if comparison.analytical is not None and comparison.numerical is not None:
-            analytical, numerical = (
-                matrix.cpu().numpy().reshape(-1) for matrix in (comparison.analytical, comparison.numerical)
-            )
+            analytical = comparison.analytical.cpu().numpy().reshape(-1)
+            numerical = comparison.numerical.cpu().numpy().reshape(-1)
             # In torch's layout: one row per element of the input.
             inputs, outputs = np.divmod(np.arange(analytical.size), math.prod(shapes[0]))
         else:
-            analytical, numerical = (
-                np.array([getattr(entry, name) for entry in worst]) for name in ("analytical", "numerical")
-            )
+            analytical = np.array([entry.analytical for entry in worst])
+            numerical = np.array([entry.numerical for entry in worst])
             outputs = np.array([element_number(entry.output_index, shapes[0]) for entry in worst])
             inputs = np.array([element_number(entry.input_index, shapes[1]) for entry in worst])
         failing = None
@@ -243,8 +241,7 @@ def _draw_map(axes: Axes, entries: Entries, names: tuple[str, str]) -> None:
         labels = [str([*element_index(number, shape)]) for number in marked]
         axis.set_ticks([(number + 0.5) * bins / size for number in marked], labels)
     axes.tick_params(labelsize="small")
-    axes.set_ylabel(f"element of {names[0]}")
-    axes.set_xlabel(f"element of {names[1]}")
+    axes.set(ylabel=f"element of {names[0]}", xlabel=f"element of {names[1]}")
     bar = axes.figure.colorbar(image, ax=axes, ticks=[-4, -2, 0, 2, 4], shrink=0.9)
     bar.ax.set_yticklabels(["≤ 1e-4", "0.01", "1", "100", "≥ 1e4"], fontsize="small")
     bar.set_label("error / tolerance")
@@ -270,16 +267,14 @@ def _draw_errors(axes: Axes, entries: Entries) -> None:
                 clip_on=False,
                 zorder=3,
             )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log")
     tolerances = allowed[allowed > 0]
     if tolerances.size:
         ends = np.array([tolerances.min() / 1.5, tolerances.max() * 1.5])
         axes.plot(ends, ends, color=_ink(), linewidth=1.2, label="error = tolerance")
         axes.set_xlim(*ends)
-    axes.set_ylim(floor, high * 3)
+    axes.set(ylim=(floor, high * 3), ylabel="error, |analytical - numerical|")
     axes.set_xlabel("tolerance, atol + rtol |numerical|")
-    axes.set_ylabel("error, |analytical - numerical|")
     if not finite.all():
         axes.set_title(f"not finite and not shown: {count(int((~finite).sum()), 'entry')}", fontsize="small")
     _finish(axes)
@@ -322,8 +317,8 @@ def _plain_ticks(axis: Axis) -> None:
 
 def _finish(axes: Axes) -> None:
     """Sets plain tick labels, and a legend above the data."""
-    for axis in (axes.xaxis, axes.yaxis):
-        _plain_ticks(axis)
+    _plain_ticks(axes.xaxis)
+    _plain_ticks(axes.yaxis)
     if lines := axes.get_legend_handles_labels()[0]:
         axes.legend(
             loc="lower center",

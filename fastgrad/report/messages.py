@@ -556,12 +556,12 @@ def _wrong(comparison: Comparison) -> str:
 
 
 def _extent(comparison: Comparison) -> str:
-    return f"{'' if comparison.exhaustive else 'at least '}{comparison.mismatches:,} of {_entries(comparison)}"
+    return f"{mismatches_text(comparison)} of {_entries(comparison)}"
 
 
-def mismatches_text(pair: Pair) -> str:
-    """The number of entries of a pair that differ at eps."""
-    return f"{'' if pair.exhaustive else 'at least '}{pair.mismatches:,}"
+def mismatches_text(comparison: Comparison | Pair) -> str:
+    """The number of entries that differ at eps."""
+    return f"{'' if comparison.exhaustive else 'at least '}{comparison.mismatches:,}"
 
 
 def _entries(comparison: Comparison | Pair) -> str:

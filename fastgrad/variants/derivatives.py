@@ -46,10 +46,8 @@ def _by_func_vjp(subject: Subject) -> Case:
             arguments = tuple(value.detach() for value in ctx.saved_tensors)
             checked = (arguments[i] for i in subject.checked)
             pulled = torch.func.vjp(lambda *one: differentiable(subject.of_checked(arguments)(*one)), *checked)[1]
-            gradients: list[Any] = [None] * len(arguments)
-            for i, gradient in zip(subject.checked, pulled(grads), strict=True):
-                gradients[i] = gradient
-            return tuple(gradients)
+            gradients = dict(zip(subject.checked, pulled(grads), strict=True))
+            return tuple(map(gradients.get, range(len(arguments))))
 
     return Case(ByVjp.apply, subject.inputs)
 
