@@ -141,19 +141,19 @@ def _checked(step: Step, settings: Settings, limit: int, start: float) -> ModelR
     step_seconds = time.perf_counter() - before
     not_finite = find_not_finite(step, first, gradients)
     del first, gradients
-    recorder = Recorder(step.model, step.parameters, limit, keeps_calls=True)
+    recorder = Recorder(step, memory_limit=limit)
     record(step, recorder)
     step.reset()
     calls = list(recorder.calls.values())
     operations = [check_operation(call, settings, only_finite=not_finite is not None) for call in calls]
     remarks = _remarks(recorder, step) + ([] if not_finite is None else [ONLY_FINITE])
-    experiments = LossErrorExperiments(step, LossDerivatives(step, settings.seed), limit)
+    experiments = LossErrorExperiments(step, LossDerivatives(step, settings.seed))
     end_to_end = _end_to_end(experiments, recorder, operations, remarks)
     if end_to_end.verdict == "wrong" and not_finite is None and not _any_wrong(operations):
         found = [check_operation(other, settings) for call in calls for other in call.others]
         operations += [one for one in found if one.verdict == "wrong"]
         if len(operations) == len(calls):
-            experiments = LossErrorExperiments(step, LossDerivatives(step, settings.seed), limit)
+            experiments = LossErrorExperiments(step, LossDerivatives(step, settings.seed))
             end_to_end = _end_to_end(experiments, recorder, operations, remarks, explains=True)
     operations.sort(key=_order)
     wrong = (one for one in operations if one.verdict == "wrong")

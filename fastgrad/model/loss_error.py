@@ -101,7 +101,6 @@ class LossErrorExperiments:
 
     step: Step
     whole: LossDerivatives
-    memory_limit: int
     findings: list[Finding] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
@@ -321,7 +320,7 @@ class LossErrorExperiments:
         return [i for i in others[:MAX_PARAMETERS] if not self.whole.quickly_along(self.whole.only([i])).agrees]
 
     def _record(self, **keywords: Any) -> tuple[Recorder, Gradients]:
-        recorder = Recorder(self.step.model, self.step.parameters, self.memory_limit, **keywords)
+        recorder = Recorder(self.step, **keywords)
         return recorder, record(self.step, recorder)
 
 

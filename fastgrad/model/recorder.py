@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Module
 
 from fastgrad.core import torch_private
 from fastgrad.core.random import generators_of
 from fastgrad.model.hooks import HookWatch
 from fastgrad.model.places import Places
 from fastgrad.model.saved import Saved, SavedWatch, address, unrecorded
+from fastgrad.model.step import Step
 from fastgrad.problem.arguments import Rebuild, flatten
 from fastgrad.report.model_data import Site
 
@@ -121,14 +121,10 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
     Parameters
     ----------
-    model
-        The model, whose modules are named in reports.
-    parameters
-        The parameters that are tracked through the model.
+    step
+        The step of the model, whose parameters are tracked through it.
     memory_limit
-        Bytes for copies.
-    keeps_calls
-        Whether operations are kept, with copies of their inputs.
+        Bytes for copies of the inputs of operations; None: operations are not kept.
     kept_saved
         Which saved tensors are copied, by `Saved.number`; backward gets the copies.
     mutes_hooks
@@ -139,31 +135,28 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        model: Module,
-        parameters: Sequence[Tensor],
-        memory_limit: int,
+        step: Step,
         *,
-        keeps_calls: bool = False,
+        memory_limit: int | None = None,
         kept_saved: frozenset[int] = frozenset(),
         mutes_hooks: bool = False,
         watched: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[Any, Call] = {}
-        self.places = Places(model)
-        self._generators = generators_of(model)
+        self.places = Places(step.model)
+        self._generators = generators_of(step.model)
         self.saved = SavedWatch(self.places, kept_saved, watched)
-        self.hooks = HookWatch(model, self.places, mutes_hooks)
+        self.hooks = HookWatch(step.model, self.places, mutes_hooks)
         self.detached: list[DetachedPath] = []
         self.foreign: dict[str, Site] = {}
-        self._left = memory_limit
-        self._keeps_calls = keeps_calls
-        self._parameters = list(parameters)
+        self._left, self._keeps_calls = memory_limit or 0, memory_limit is not None
+        self._parameters = step.parameters
         self._inside = 0  # number of custom Functions that are running
         self._masks: dict[int, tuple[weakref.ref[Tensor], int, tuple[Call, int] | None]] = {}
         self._aliases: dict[int, DetachedPath] = {}
         self._memory: dict[int, int] = {}  # masks, by the address of a storage
-        for bit, parameter in enumerate(parameters):
+        for bit, parameter in enumerate(self._parameters):
             self._follow(parameter, 1 << bit, None)
 
     @contextmanager
