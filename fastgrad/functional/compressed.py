@@ -138,7 +138,6 @@ def entries_by_structure(
                     return found
     except Exception as error:  # func or backward may raise only for groups: the caller then runs single rows
         raise_unless_of_func(error)
-        return None
     return None
 
 

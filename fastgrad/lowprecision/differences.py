@@ -66,21 +66,16 @@ class Finding:
 
     row: as in `Combination`. error: the derivative along the direction, minus that by the gradient. allowed: the
     uncertainty of the error, plus the allowed rounding of the gradient. size: the sum of the moduli of the terms of the
-    gradient along the direction. is_undecided: the error is large and exceeds `allowed`, but no fit over smaller steps
-    shows one. step: the largest component of the direction.
+    gradient along the direction. is_wrong: the error exceeds `allowed` and, if it is large, a fit over smaller steps
+    also shows one. step: the largest component of the direction.
     """
 
     row: int
     error: float
     allowed: float
     size: float
-    is_undecided: bool
+    is_wrong: bool
     step: float
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether an error is certain."""
-        return abs(self.error) > self.allowed and not self.is_undecided
 
 
 @dataclass(frozen=True)
@@ -235,8 +230,8 @@ def _finding(problem: Problem, one: Combination, whole: Tensor) -> Finding | Non
     size = float(terms.abs().sum())
     allowed = uncertainty + own
     seen = any(abs(fit.error) > fit.uncertainty + own for fit in finer)
-    is_undecided = abs(best.error) > allowed and abs(best.error) > LARGE * size and not seen
-    return Finding(one.row, best.error, allowed, size, is_undecided, float(whole.abs().max()))
+    is_wrong = abs(best.error) > allowed and (abs(best.error) <= LARGE * size or seen)
+    return Finding(one.row, best.error, allowed, size, is_wrong, float(whole.abs().max()))
 
 
 def _both_sides(problem: Problem, whole: Tensor, step: float) -> tuple[Tensor, Tensor]:

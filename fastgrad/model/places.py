@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -80,24 +81,21 @@ class Places:
         """
         if not self._path or not self._path[-1][2] or self._path[-1][1] is not _user_frame():
             return False
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
-            frame = frame.f_back
-        if frame is None or frame.f_code.co_filename not in _WITH_CONSTANTS:
-            return False
-        return frame.f_code.co_name.startswith(_WITH_CONSTANTS[frame.f_code.co_filename])
+        for frame, _ in walk_stack(sys._getframe(1)):
+            file = frame.f_code.co_filename
+            if not file.startswith(PACKAGE):
+                return file in _WITH_CONSTANTS and frame.f_code.co_name.startswith(_WITH_CONSTANTS[file])
+        return False
 
 
 def _user_frame() -> FrameType | None:
     """The innermost frame of the model that is neither torch's nor fastgrad's; None if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if file == _STEP and frame.f_code.co_name == "loss":
             return None  # the caller of fastgrad is not a part of the model
         if not file.startswith((PACKAGE, _TORCH, "<frozen")):
             return frame
-        frame = frame.f_back
     return None
 
 
