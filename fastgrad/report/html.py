@@ -22,11 +22,6 @@ STYLE = Path(__file__).with_name("style.css").read_text().replace(".fastgrad", "
 """Style of a page. Selectors name the class twice to take precedence over the styles of a surrounding notebook."""
 
 
-def page(report: ReportData) -> str:
-    """The report as a complete page; see `Report.to_html`."""
-    return document(messages.verdict_line(report), fragment(report))
-
-
 def document(title: str, body: str) -> str:
     """A complete page with a given body."""
     return (

@@ -118,7 +118,7 @@ class Report(ReportData, Result):
         """The report as one self-contained HTML page; with figures if matplotlib is installed."""
         from fastgrad.report import html  # imported here because most checks need no page
 
-        return html.page(self)
+        return html.document(messages.verdict_line(self), html.fragment(self))
 
     def plot(self) -> Figure:
         """Figures of a failure: positions and sizes of the errors, and the derivative for each step.
