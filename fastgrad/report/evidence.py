@@ -9,43 +9,17 @@ from torch import Tensor
 
 from fastgrad.report.json_form import EqualByContent
 
+ValueCause = Literal["constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"]
+RearrangementCause = Literal["transposed", "rolled", "permuted", "missing reduction", "overwritten", "wrong dimension"]
+FormulaCause = Literal["swapped gradients", "repeated gradient", "missing factor", "missing term", "constant part"]
+PositionCause = Literal["region", "slice", "boundary", "last tile", "triangle"]
+StateCause = Literal["saved tensor", "nondeterminism", "dependent inputs"]
+GradOutputCause = Literal["nonlinear backward", "layout of grad_output", "sparse grad_output", "modified grad_output"]
+NumericalCause = Literal["truncation", "rounding", "kink", "discontinuity", "low precision", "not finite"]
+ModeCause = Literal["modes disagree", "both modes wrong"]
+
 CauseName = Literal[
-    "constant factor",
-    "sign",
-    "transposed",
-    "rolled",
-    "permuted",
-    "missing reduction",
-    "overwritten",
-    "wrong dimension",
-    "swapped gradients",
-    "repeated gradient",
-    "missing factor",
-    "missing term",
-    "constant part",
-    "zero gradient",
-    "missing conjugate",
-    "complex factor",
-    "region",
-    "slice",
-    "boundary",
-    "last tile",
-    "triangle",
-    "saved tensor",
-    "nondeterminism",
-    "nonlinear backward",
-    "layout of grad_output",
-    "sparse grad_output",
-    "modified grad_output",
-    "dependent inputs",
-    "truncation",
-    "rounding",
-    "kink",
-    "discontinuity",
-    "low precision",
-    "not finite",
-    "modes disagree",
-    "both modes wrong",
+    ValueCause, RearrangementCause, FormulaCause, PositionCause, StateCause, GradOutputCause, NumericalCause, ModeCause
 ]
 """The names of probable causes."""
 

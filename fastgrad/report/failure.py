@@ -16,32 +16,16 @@ Part = Literal["all", "real", "imaginary"]
 Mode = Literal["reverse", "forward"]
 """The mode of AD whose derivatives were compared."""
 
+ValueFailure = Literal["mismatch", "nonzero numerical gradient", "ranks differ"]
+RoundingFailure = Literal["beyond rounding", "biased", "not finite"]
+FormFailure = Literal["dtype", "size", "incorrect gradient", "tangent dtype"]
+RepeatFailure = Literal["nondeterministic", "nondeterministic func", "recorded gradient", "kept gradient"]
+GradOutputFailure = Literal["nonlinear", "raises", "not multiplied by grad_output", "batched raises", "batched differs"]
+UndefinedFailure = Literal["undefined grad raises", "undefined grad not zero", "undefined tangent"]
+ModificationFailure = Literal["modified grad_output", "modified output", "modified tangent"]
+
 FailureKind = Literal[
-    "mismatch",
-    "nonzero numerical gradient",
-    "dtype",
-    "size",
-    "nondeterministic",
-    "nondeterministic func",
-    "nonlinear",
-    "raises",
-    "not multiplied by grad_output",
-    "incorrect gradient",
-    "undefined grad raises",
-    "undefined grad not zero",
-    "tangent dtype",
-    "modified grad_output",
-    "modified output",
-    "modified tangent",
-    "undefined tangent",
-    "recorded gradient",
-    "kept gradient",
-    "batched raises",
-    "batched differs",
-    "beyond rounding",
-    "biased",
-    "not finite",
-    "ranks differ",
+    ValueFailure, RoundingFailure, FormFailure, RepeatFailure, GradOutputFailure, UndefinedFailure, ModificationFailure
 ]
 """What failed, in a few words."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from fastgrad.core.precision import modulus
 from fastgrad.report import rounding_text
 from fastgrad.report.data import Certificate, Pair, ReportData
-from fastgrad.report.failure import Comparison, Entry, Extent, Failure, FailureKind, Span, Subject
+from fastgrad.report.failure import Comparison, Entry, Extent, Failure, FailureKind, RoundingFailure, Span, Subject
 from fastgrad.report.number_text import count, digits_apart, seconds_text
 from fastgrad.report.rounding_text import excess_texts, index_text
 from fastgrad.report.settings import UNNAMED, Settings, Tolerances
@@ -26,11 +26,7 @@ _NONDET_NOTE = "If this is intended (for example, because of atomic additions), 
 MAX_CAUSES = 3
 """Largest number of probable causes that are printed."""
 
-_POSITION_CAUSES = {"region", "slice", "boundary", "last tile", "triangle"}
-_MODE_CAUSES = {"modes disagree", "both modes wrong"}
-_VALUE_CAUSES = {"constant factor", "sign", "zero gradient", "missing conjugate", "complex factor"}
-
-BY_ROUNDING = ("beyond rounding", "biased", "not finite")
+BY_ROUNDING = get_args(RoundingFailure)
 """The kinds of failure of a check in a lower dtype, whose allowed differences come from measured rounding."""
 
 HEADLINE_CONFIDENCE = 0.85
@@ -263,10 +259,10 @@ _HEADLINES: dict[FailureKind, str] = {
     "nonzero numerical gradient": "{output} does not require grad, but depends on {input}",
     "dtype": "the dtype of a gradient differs from that of its input",
     "size": "the size of a gradient differs from that of its input",
-    "nondeterministic": "two runs of {derivative} with the same {vector} differ",
+    "nondeterministic": "two runs of {the}{derivative} with the same {vector} differ",
     "nondeterministic func": "{varying} gives different values for the same inputs",
-    "nonlinear": "{derivative} is not linear",
-    "raises": "{derivative} raises for some {vector}s, but not for all",
+    "nonlinear": "{the}{derivative} is not linear",
+    "raises": "{the}{derivative} raises for some {vector}s, but not for all",
     "not multiplied by grad_output": "the gradient of {input} is not zero for a zero grad_output",
     "incorrect gradient": "gradient of {input}: {detail}",
     "undefined grad raises": "backward raises for an undefined grad_output",
@@ -278,8 +274,8 @@ _HEADLINES: dict[FailureKind, str] = {
     "undefined tangent": "the jvp does not treat an undefined tangent of {input} as zero",
     "recorded gradient": "the gradients differ between create_graph=True and create_graph=False",
     "kept gradient": "the gradients differ between two grad_outputs with the same values",
-    "batched raises": "{derivative} raises under vmap",
-    "batched differs": "{derivative} gives different values under vmap",
+    "batched raises": "{the}{derivative} raises under vmap",
+    "batched differs": "{the}{derivative} gives different values under vmap",
 }
 """First lines of failures without compared entries, without the name of the function."""
 
@@ -290,16 +286,16 @@ def _headline(report: ReportData, failure: Failure) -> str:
     if _states_only_cause(report, failure):
         return f"{function}: {_sure_cause(report)}"
     output, input_ = names_of(report, failure)
-    derivative, vector = ("the jvp", "tangent") if failure.mode == "forward" else ("backward", "grad_output")
-    text = _HEADLINES[failure.kind].format(
-        output=output,
-        input=input_,
-        derivative=derivative,
-        vector=vector,
-        varying=varying(report.settings),
-        detail=failure.detail,
-    )
+    text = _HEADLINES[failure.kind].format(output=output, input=input_, **_terms(report, failure))
     return _with_cause(report, f"{function}: {text}")
+
+
+def _terms(report: ReportData, failure: Failure) -> dict[str, str]:
+    """What stands for the placeholders of texts: the terms of a mode of AD, the checked function, and the detail."""
+    terms = {"the": "", "derivative": "backward", "its": "", "vector": "grad_output"}
+    if failure.mode == "forward":
+        terms = {"the": "the ", "derivative": "jvp", "its": "its ", "vector": "tangent"}
+    return {**terms, "varying": varying(report.settings), "detail": failure.detail}
 
 
 def _states_only_cause(report: ReportData, failure: Failure) -> bool:
@@ -402,8 +398,8 @@ _PHRASES: dict[FailureKind, str] = {
     "dtype": "Gradient has dtype mismatch: a gradient of {output} does not have the dtype of its input.",
     "size": "Analytical gradient has incorrect size for {output}.",
     "nondeterministic func": "{varying} is not deterministic: {detail}.",
-    "nonlinear": "{derivative} is not linear in {vector}: {detail}.",
-    "raises": "{derivative} raises for some {vectors}, but not for all: {detail}.",
+    "nonlinear": "{derivative} is not linear in {its}{vector}: {detail}.",
+    "raises": "{derivative} raises for some {vector}s, but not for all: {detail}.",
     "not multiplied by grad_output": "backward not multiplied by grad_output: with a zero grad_output the gradient of "
     "{input} is not zero.",
     "incorrect gradient": "{detail} for {input}.",
@@ -447,19 +443,9 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
         )
     side = "inputs" if forward else "outputs"
     part = "" if failure.part == "all" else f"While considering the {failure.part} part of complex {side} only, "
-    return _PHRASES[failure.kind].format(
-        output=output,
-        input=input_,
-        number=failure.output,
-        detail=failure.detail,
-        part=part,
-        mode="computed with forward mode " if forward else "",
-        derivative="jvp" if forward else "backward",
-        vector="its tangent" if forward else "grad_output",
-        vectors="tangents" if forward else "grad_outputs",
-        batched=_batched_note(failure),
-        varying=varying(report.settings),
-    )
+    mode, batched = "computed with forward mode " if forward else "", _batched_note(failure)
+    own = {"number": str(failure.output), "part": part, "mode": mode, "batched": batched}
+    return _PHRASES[failure.kind].format(output=output, input=input_, **own, **_terms(report, failure))
 
 
 def _batched_note(failure: Failure) -> str:
@@ -570,11 +556,14 @@ def _entries(comparison: Comparison | Pair) -> str:
 
 def _causes(report: ReportData) -> list[str]:
     """The most probable causes. A cause about values is added to one about positions or modes, not an alternative."""
+    from fastgrad.report.evidence import ModeCause, PositionCause, ValueCause  # a check that passes does not need them
+
     lines: list[str] = []
     for cause in report.causes[:MAX_CAUSES]:
-        head = "probably" if not lines else "or"
-        if lines and cause.name in _VALUE_CAUSES and report.causes[0].name in _POSITION_CAUSES | _MODE_CAUSES:
-            head = "and there" if report.causes[0].name in _POSITION_CAUSES else "and"
+        head = "or" if lines else "probably"
+        if lines and cause.name in get_args(ValueCause):
+            first = report.causes[0].name
+            head = "and there" if first in get_args(PositionCause) else "and" if first in get_args(ModeCause) else "or"
         lines.append(f"  {head} {cause.text} ({cause.measure})")
     return lines
 
