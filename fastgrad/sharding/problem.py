@@ -21,6 +21,9 @@ from fastgrad.sharding.workers import Work, Workers, in_parts
 Store = Callable[[int, int, Tensor], None]
 """Writes the results of items begin, ..., end - 1 to their positions; takes begin, end and the results."""
 
+Positions = Callable[[int, int], slice | Tensor]
+"""Gives the positions of the results of items begin, ..., end - 1 among all results."""
+
 WORTH_SHARING = 0.02
 """Seconds. Work is shared if it takes longer on one rank than this plus the time to send it: the time of about ten
 messages."""
@@ -121,7 +124,7 @@ class PartitionedProblem(Problem):
         if not self._divides(count):
             return super().difference_columns(first, count, eps, record_graph)
         columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
-        self._do(Work("columns", (eps, record_graph)), (first, first + count), _into(columns, first), columns)
+        self._do(Work("columns", (eps, record_graph)), (first, first + count), columns, _rows_from(first))
         return columns
 
     @phase("numerical columns")
@@ -132,8 +135,8 @@ class PartitionedProblem(Problem):
             return super().difference_groups(groups, columns, eps, record_graph)
         values = torch.zeros(columns.numel(), dtype=torch.float64, device=self.device)
         sent = _sent(groups)
-        work, store = Work("column groups", (sent, columns, eps, record_graph)), _into_entries(values, sent)
-        self._do(work, (0, count), store, values, groups.positions, columns)
+        work = Work("column groups", (sent, columns, eps, record_graph))
+        self._do(work, (0, count), values, sent.entries_of, groups.positions, columns)
         return values
 
     @phase("analytical columns")
@@ -142,7 +145,7 @@ class PartitionedProblem(Problem):
         before = self.jvps
         if self._divides(count):
             columns = torch.empty(count, self.m, dtype=torch.float64, device=self.device)
-            if self._do(Work("tangents", ()), (first, first + count), _into(columns, first), columns):
+            if self._do(Work("tangents", ()), (first, first + count), columns, _rows_from(first)):
                 return columns, True
         self.jvps = before
         return super().tangent_columns(first, count)
@@ -166,7 +169,7 @@ class PartitionedProblem(Problem):
             own = super().analytical_rows(output, imaginary, first, head, inputs, repeated, scale)
             rows[:head], again, match = own
             work = Work("rows", (output.index, imaginary, tuple(self.inputs.index(block) for block in inputs)))
-            if _is_usual(match) and self._do(work, (first + head, first + count), _into(rows, first), rows):
+            if _is_usual(match) and self._do(work, (first + head, first + count), rows, _rows_from(first)):
                 return rows, again, match
         self.vjps = before
         return super().analytical_rows(output, imaginary, first, count, inputs, repeated, scale)
@@ -181,9 +184,7 @@ class PartitionedProblem(Problem):
             sent = _sent(groups)
             match = super().vjp_groups(output, groups.part(0, head), values, repeated, scale)
             work = Work("row groups", (output.index, sent, scale))
-            if _is_usual(match) and self._do(
-                work, (head, count), _into_entries(values, sent), values, groups.positions
-            ):
+            if _is_usual(match) and self._do(work, (head, count), values, sent.entries_of, groups.positions):
                 return match
         self.vjps = before
         return super().vjp_groups(output, groups, values, repeated, scale)
@@ -228,15 +229,26 @@ class PartitionedProblem(Problem):
     def _divides(self, items: int) -> bool:
         return items > 1 and self._leads
 
-    def _do(self, work: Work, items: tuple[int, int], store: Store, *sent: Tensor) -> bool:
+    def _do(self, work: Work, items: tuple[int, int], values: Tensor, positions: Positions, *also_sent: Tensor) -> bool:
         """Computes the items of some work: the first one here, to measure its cost, then the missing ones in parts.
+
+        Parameters
+        ----------
+        values, positions
+            Where the results are stored.
+        also_sent
+            Tensors that other ranks need; their size is part of the cost of sharing.
 
         Returns
         -------
         bool
             False if something is unusual: then everything must be done in one piece.
         """
-        first, last = items
+
+        def store(begin: int, end: int, found: Tensor) -> None:
+            values[positions(begin, end)] = found
+
+        (first, last), sent = items, (values, *also_sent)
         start = clock(self.device)
         head = self.part(work, first, first + 1)
         seconds = clock(self.device) - start
@@ -316,22 +328,9 @@ class PartitionedProblem(Problem):
         self.progress.step(evaluations + vjps)
 
 
-def _into(values: Tensor, first: int) -> Store:
-    """Stores items of a tensor whose row 0 is item `first`."""
-
-    def store(begin: int, end: int, found: Tensor) -> None:
-        values[begin - first : end - first] = found
-
-    return store
-
-
-def _into_entries(values: Tensor, groups: _Groups) -> Store:
-    """Stores the entries of some groups."""
-
-    def store(begin: int, end: int, found: Tensor) -> None:
-        values[groups.entries_of(begin, end)] = found
-
-    return store
+def _rows_from(first: int) -> Positions:
+    """The positions of items in a tensor whose row 0 is item `first`."""
+    return lambda begin, end: slice(begin - first, end - first)
 
 
 def _begins_with(values: Tensor, head: Tensor) -> bool:
