@@ -13,7 +13,7 @@ from torch.nn import Module
 from fastgrad.problem.arguments import Buffers, Call, Rebuild, as_tuple, check_callable, flatten
 from fastgrad.problem.validation import differentiable_inputs
 from fastgrad.report.report import Report
-from fastgrad.report.variants import AS_GIVEN, VariantVerdict
+from fastgrad.report.variants import VariantVerdict
 
 Family = Literal["state", "points", "layouts", "derivatives", "compiled"]
 
@@ -194,9 +194,9 @@ class Variant:
     is_elsewhere: bool = False
 
     @property
-    def is_given(self) -> bool:
-        """Whether this is the caller's own check."""
-        return f"{self.family}: {self.name}" == AS_GIVEN
+    def path(self) -> str:
+        """Family and name, as in the argument `only` of `check_variants`."""
+        return f"{self.family}: {self.name}"
 
 
 def as_given(**keywords: Any) -> Callable[[Subject], Case]:

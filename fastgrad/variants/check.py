@@ -18,7 +18,7 @@ from fastgrad.problem.arguments import FlatFunction, flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
 from fastgrad.problem.validation import as_float, as_seed, check_kwargs, disabled_gradients
-from fastgrad.report.variants import VariantRow, VariantsReport, VariantVerdict
+from fastgrad.report.variants import AS_GIVEN, VariantRow, VariantsReport, VariantVerdict
 from fastgrad.variants import compilation, derivatives, layouts, points, state
 from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, subject_of, tensors_of
 from fastgrad.variants.kinks import examined
@@ -174,12 +174,12 @@ def _chosen(among: list[Variant], only: Sequence[str] | None, compiled: bool) ->
     if not only:
         raise ValueError("only must name at least one variant or family, got an empty list.")
     families = dict.fromkeys(variant.family for variant in among)
-    known = {*families, *(f"{one.family}: {one.name}" for one in among)}
+    known = {*families, *(one.path for one in among)}
     unknown = [name for name in only if name not in known]
     if unknown:
         names = ", ".join(map(repr, unknown))
         raise ValueError(f"only= contains unknown names: {names}; the families are {', '.join(families)}.")
-    return [one for one in among if one.family in only or f"{one.family}: {one.name}" in only]
+    return [one for one in among if one.family in only or one.path in only]
 
 
 def _outcome(variant: Variant, subject: Subject, keywords: dict[str, Any]) -> Outcome:
@@ -236,7 +236,8 @@ def _does_not_exist(variant: Variant, error: BaseException) -> bool:
 
 def _of_exception(variant: Variant, subject: Subject, case: Case, error: Exception, is_of_func: bool) -> Outcome:
     text = _first_line(error)
-    if variant.is_given and not is_of_func and (is_of_fastgrad(error) or str(error).startswith("func must return")):
+    is_unusable = is_of_fastgrad(error) or str(error).startswith("func must return")
+    if variant.path == AS_GIVEN and is_unusable and not is_of_func:
         raise error
     no_such_layout = not subject.is_strided and any(one in str(error) for one in _NO_SUCH_LAYOUT)
     if no_such_layout or _does_not_exist(variant, error):
