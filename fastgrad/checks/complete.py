@@ -143,7 +143,7 @@ def _take_small_check(small: SmallCheck, problem: Problem) -> None:
     """Uses the results of a small check as the first results of the complete check."""
     if small.changed is not None:
         problem.raise_changed(*small.changed, small.settings.eps)
-    problem.vjps, problem.jvps = small.vjps, small.jvps
+    problem.vjps, problem.jvps = small.on_graph.vjps, small.jvps
     problem.irreproducible += small.irreproducible
     small.certificates = []
     if small.look is not None:

@@ -124,7 +124,7 @@ def _report_of_small(small: SmallCheck, names: tuple[str, ...], start: float) ->
         n=problem.n,
         m=problem.m,
         evaluations=problem.evaluator.evaluations,
-        vjps=small.vjps,
+        vjps=small.on_graph.vjps,
         jvps=small.jvps,
         seconds=time.perf_counter() - start,
         notes=tuple(notes),

@@ -27,7 +27,6 @@ from fastgrad.engines.plan import (
 )
 from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.second_order import Backward
-from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.grad_outputs import batched_failure
 
@@ -152,8 +151,7 @@ def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
         if not batched_tangents_agree(check):
             return False
     if settings.check_backward_ad and settings.check_batched_grad:
-        again = SmallBackward(problem, check.vjps)
-        check.batched, check.vjps = batched_failure(problem.graph, again, settings), again.vjps
+        check.batched = batched_failure(problem.graph, check.on_graph, settings)
     if check.batched is not None or backward is None:
         return check.batched is None
     if backward.movement or not first_outputs_repeat(check):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.core.native import Layout
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import largest, near
 from fastgrad.engines.plan import vectorized_columns_pay
@@ -88,13 +85,6 @@ def outputs_repeat(check: SmallCheck, before: Tensor) -> bool:
     return False
 
 
-def vjps_of(check: SmallCheck, cotangents: Tensor, only: Sequence[int] = (-1,)) -> Tensor:
-    """VJPs of contiguous cotangents: float64, shape (count, n); only: as in `Problem.vjps_of`."""
-    gradients, _ = check.problem.vjps(cotangents, [Layout.CONTIGUOUS] * len(only), only)
-    check.vjps += len(only)
-    return gradients
-
-
 def add_products(check: SmallCheck, vectors: Tensor, gradients: Tensor) -> None:
     """Adds cotangents and their VJPs to those whose sum is checked by one later VJP."""
     if check.products is None:
@@ -114,7 +104,7 @@ def earlier_vjps_repeat(check: SmallCheck, last: int) -> bool:
     cotangents, gradients = (rows[: rows.shape[0] - last] for rows in check.products)
     if cotangents.shape[0]:
         total = cotangents.sum(0, keepdim=True)
-        again = vjps_of(check, total)
+        again = check.on_graph.vjp(total)
         allowed = settings.atol + settings.rtol * gradients.abs().amax(0) + allowed_movement(settings, total)
         check.vjp_varies = not bool(near(again, gradients.sum(0), allowed).all())
     return not check.vjp_varies

@@ -19,7 +19,7 @@ from fastgrad.checks.small_result import SmallCheck, SmallPattern
 from fastgrad.checks.small_steps import rounding_of_differences, steps_repeat
 from fastgrad.checks.small_sums import sums_agree
 from fastgrad.core import native
-from fastgrad.core.native import Layout, flattened, largest_errors
+from fastgrad.core.native import flattened, largest_errors
 from fastgrad.core.phases import phase
 from fastgrad.core.random import GRAPH_STREAM, direction
 from fastgrad.core.tensors import largest
@@ -230,9 +230,7 @@ def _numerical_entries(check: SmallCheck, pattern: SmallPattern) -> Tensor | Non
 @phase("backward")
 def _rows(check: SmallCheck, pattern: SmallPattern) -> Tensor | None:
     """The VJPs of the grad_outputs of a pattern, shape (rows, n); None if a size, dtype or layout is wrong."""
-    rows = len(pattern.only)
-    gradients, match = check.problem.vjps(pattern.grad_outputs, [Layout.CONTIGUOUS] * rows, pattern.only)
-    check.vjps += rows
+    gradients, match = check.on_graph.vjps_of(pattern.grad_outputs, pattern.only)
     check.vjp_varies = not match.sizes or (check.settings.check_grad_dtypes and not match.dtypes)
     return gradients if match.strided and not check.vjp_varies else None
 

@@ -107,12 +107,14 @@ class SmallCheck(Findings):
         kinks or rounding.
     bound
         The size of an error of one entry that the sums show.
-    vjps, jvps
-        Calls of backward, and of func in forward mode.
+    jvps
+        Calls of func in forward mode.
     seconds
         By phase, without the first evaluation; not measured for the quickest checks.
     passes
         Whether all tests passed, so that the complete check does not run.
+    on_graph
+        Runs and counts the calls of backward on the current graph.
     """
 
     func: Callable[..., Any]
@@ -130,10 +132,12 @@ class SmallCheck(Findings):
     steps: list[tuple[float, float, Derivatives]] = field(default_factory=list)
     undecided_sums: Tensor | None = None
     bound: float = 0.0
-    vjps: int = 0
     jvps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     passes: bool = False
+
+    def __post_init__(self) -> None:
+        self.on_graph = SmallBackward(self.problem)
 
     @property
     def is_consistent(self) -> bool:
@@ -154,8 +158,7 @@ class SmallCheck(Findings):
 
     def compared(self) -> list[Pair]:
         """The pairs whose entries were all compared, for a check that passed; empty if only sums were compared."""
-        backward = SmallBackward(self.problem, self.vjps)
-        inputs, outputs = backward.inputs, backward.outputs
+        inputs, outputs = self.on_graph.inputs, self.on_graph.outputs
         forward = list(compared_pairs(inputs, outputs, self.tangent_errors, "forward"))
         forward.sort(key=lambda pair: (pair.part == "real", pair.output, pair.input))
         reverse = compared_pairs(outputs, inputs, self.errors, "reverse")

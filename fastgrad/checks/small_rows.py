@@ -11,7 +11,6 @@ from fastgrad.checks.small_calls import columns_one_by_one, numerical_columns, o
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import phase
-from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
@@ -26,7 +25,7 @@ def rows_agree(check: SmallCheck) -> bool:
     check.backward = check.noted(partial(whole_backward, problem, check.settings, problem.working_seconds))
     if check.backward is None:
         return False
-    check.vjps += check.backward.vjps
+    check.on_graph.vjps += check.backward.vjps
     if problem.is_custom:
         columns = numerical_columns(check)
     if columns is not None:
@@ -50,25 +49,21 @@ def _same_afterwards(check: SmallCheck) -> bool:
         check.vjp_varies = True
         return False
     at_hand = product_at_hand(problem, check.settings, backward)
-    check.vjps += 1
+    check.on_graph.vjps += 1
     if problem.repeats(*at_hand):
         return True
     # Some bits differ. If the gradients agree within the tolerances, the complete check uses them.
-    again = SmallBackward(problem, check.vjps)
-    if not same_afterwards(again, check.settings, *at_hand):
+    if not same_afterwards(check.on_graph, check.settings, *at_hand):
         check.vjp_varies, check.backward = True, None
-    check.vjps = again.vjps
     return False
 
 
 def _rows_repeat(check: SmallCheck, backward: WholeBackward) -> bool:
-    again = SmallBackward(check.problem, check.vjps)
-    calls = RepeatedCalls(again, check.settings)
-    calls.take(jacobian(again, backward), backward.products)
+    calls = RepeatedCalls(check.on_graph, check.settings)
+    calls.take(jacobian(check.on_graph, backward), backward.products)
     # The differences have called func since the first graph was recorded.
     moves_there = calls.older_graph_failure() is not None
     check.vjp_varies = moves_there or not check.problem.record_again() or calls.failure() is not None
-    check.vjps = again.vjps
     check.certificates += calls.certificates()
     return not check.vjp_varies
 

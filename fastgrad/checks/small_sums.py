@@ -15,7 +15,6 @@ from fastgrad.checks.small_calls import (
     earlier_vjps_repeat,
     first_outputs_repeat,
     outputs_repeat,
-    vjps_of,
 )
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_rows import rows_agree
@@ -27,7 +26,7 @@ from fastgrad.checks.small_steps import (
     steps_repeat,
     sum_threshold,
 )
-from fastgrad.core.native import Derivatives, Layout, largest_residuals
+from fastgrad.core.native import Derivatives, largest_residuals
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.tensors import differ, largest_finite, near
@@ -36,7 +35,6 @@ from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.plan import compares_undecided_entries, sketch_size
 from fastgrad.engines.sketch import NOISE_SHARE
 from fastgrad.engines.small_sketch import REPEATED, ScreeningGradOutputs, screening_grad_outputs, weighted_grad_outputs
-from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.linearity import one_sign_failure
 from fastgrad.verdict.repeated_calls import first_varying, repeated_calls_certificate
@@ -144,7 +142,7 @@ class _EarlyVjps:
         """
         check, settings, order = self._check, self._check.settings, [1, 0]
         known, cotangents = gradients[order], self._plain.early[order]
-        again = vjps_of(check, cotangents, [self._plain.early_only[row] for row in order])
+        again, _ = check.on_graph.vjps_of(cotangents, [self._plain.early_only[row] for row in order])
         allowed = settings.atol + settings.nondet_tol * float(cotangents.abs().sum(1).amax())
         check.vjp_varies = not bool(torch.isclose(again, known, settings.rtol, allowed, equal_nan=True).all())
         return not check.vjp_varies
@@ -194,8 +192,7 @@ def _undecided_calls_repeat(check: SmallCheck, outputs: Tensor) -> bool:
 @phase("backward")
 def _early_vjps(check: SmallCheck, plain: ScreeningGradOutputs) -> Tensor:
     """VJPs, shape (1 or 2, n): of a multiple of a dense grad_output and, for custom code, of a one-hot one."""
-    check.vjps += len(plain.early_only)
-    return check.problem.vjps(plain.early, [Layout.CONTIGUOUS] * len(plain.early_only), plain.early_only)[0]
+    return check.on_graph.vjps_of(plain.early, plain.early_only)[0]
 
 
 @phase("backward")
@@ -211,8 +208,7 @@ def _all_vjps(
     if not problem.record_again():
         check.vjp_varies = True
         return None
-    gradients, match = problem.vjps(made.vectors, made.layouts, made.only)
-    check.vjps += len(made.only)
+    gradients, match = check.on_graph.vjps_of(made.vectors, made.only, made.layouts)
     add_products(check, made.vectors[: made.of_all], gradients[: made.of_all])
     if not match.sizes or (settings.check_grad_dtypes and not match.dtypes):
         check.vjp_varies = True
@@ -221,7 +217,7 @@ def _all_vjps(
         return None
     unweighted, product = plain.vectors[REPEATED : REPEATED + 1], gradients[REPEATED : REPEATED + 1]
     if made is not plain:
-        product = vjps_of(check, unweighted)
+        product = check.on_graph.vjp(unweighted)
     again = product * REPEAT_SCALE
     if problem.is_custom:
         again = torch.cat([again, gradients[made.again : made.again + 1]])
@@ -260,7 +256,7 @@ def _same_as_early(check: SmallCheck, plain: ScreeningGradOutputs, again: Tensor
     allowed = max(4 * settings.atol, rounding) + settings.nondet_tol * sums[0]
     if differ(again[:1], early[:1], allowed, False):
         # Repeated at the same scale as the first time.
-        check.vjp_varies = differ(vjps_of(check, plain.early[:1]), early[:1], allowed, False)
+        check.vjp_varies = differ(check.on_graph.vjp(plain.early[:1]), early[:1], allowed, False)
     if problem.is_custom:
         close = torch.isclose(again[1], early[1], settings.rtol, settings.atol + settings.nondet_tol, equal_nan=True)
         check.vjp_varies = check.vjp_varies or not bool(close.all())
@@ -298,7 +294,7 @@ def _agree(
 
 def _same_if_contiguous(check: SmallCheck, vector: Tensor, gradient: Tensor) -> bool:
     """Whether a VJP equals that of a contiguous cotangent with the same values."""
-    again = vjps_of(check, vector[None])
+    again = check.on_graph.vjp(vector[None])
     allowed = check.settings.atol + check.settings.rtol * gradient.abs()
     same = near(again[0], gradient, allowed + allowed_movement(check.settings, vector))
     if not bool(same.all()):
@@ -308,9 +304,7 @@ def _same_if_contiguous(check: SmallCheck, vector: Tensor, gradient: Tensor) -> 
 
 def _one_sign_is_linear(check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
     """Whether cotangents whose elements all have one sign give VJPs that agree with that of row REPEATED."""
-    backward = SmallBackward(check.problem, check.vjps)
-    failure = one_sign_failure(backward, check.settings, made.vectors[REPEATED], gradients[REPEATED])
-    check.vjps = backward.vjps
+    failure = one_sign_failure(check.on_graph, check.settings, made.vectors[REPEATED], gradients[REPEATED])
     check.vjp_varies = failure is not None and failure.kind == "nondeterministic"
     return failure is None
 
@@ -322,7 +316,7 @@ def _zeros_are_zero(check: SmallCheck) -> bool:
     """
     problem, undefined = check.problem, check.settings.check_undefined_grad
     zeros, outputs = problem.is_custom or problem.m == 1, len(problem.outputs)
-    check.vjps += zeros + ((1 + (outputs if outputs > 1 else 0)) if undefined else 0)
+    check.on_graph.vjps += zeros + ((1 + (outputs if outputs > 1 else 0)) if undefined else 0)
     are_zero = problem.are_zeros_zero(zeros, undefined)
     check.vjp_varies = check.vjp_varies or are_zero is False
     return bool(are_zero)
@@ -352,7 +346,8 @@ def _same_on_third(check: SmallCheck, made: ScreeningGradOutputs, gradients: Ten
     if rounding is None:
         return None
     what = "product and one-hot row"
-    check.certificates.append(repeated_calls_certificate(what, check.vjps, max(check.settings.nondet_tol, rounding)))
+    tolerance = max(check.settings.nondet_tol, rounding)
+    check.certificates.append(repeated_calls_certificate(what, check.on_graph.vjps, tolerance))
     return gradients if _zeros_are_zero(check) else None
 
 
@@ -363,12 +358,11 @@ def _repeat(
 
     run_again: as in `first_varying`.
     """
-    again = SmallBackward(check.problem, check.vjps)
 
     def tolerance(row: int) -> float:
         return allowed_movement(check.settings, made.vectors[row])
 
     rows = made.vectors, made.only, gradients.clone()
-    moving, rounding = first_varying(again, check.settings, *rows, order, tolerance, run_again)
-    check.vjps, check.vjp_varies = again.vjps, moving is not None
+    moving, rounding = first_varying(check.on_graph, check.settings, *rows, order, tolerance, run_again)
+    check.vjp_varies = moving is not None
     return None if check.vjp_varies else rounding

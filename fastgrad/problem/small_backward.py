@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 
 from torch import Tensor
 
 from fastgrad.core import native
-from fastgrad.problem.coordinates import Block
+from fastgrad.problem.coordinates import Block, blocks_of
 
 
 class SmallBackward:
-    """The methods of `Problem` that run backward, on the graph that a small problem has already recorded.
+    """The methods of `Problem` that run backward, on the graph that a small problem recorded last.
 
     Attributes
     ----------
@@ -21,11 +20,15 @@ class SmallBackward:
         Number of calls of backward so far.
     """
 
-    def __init__(self, problem: native.SmallProblem, vjps: int) -> None:
+    def __init__(self, problem: native.SmallProblem) -> None:
         self._problem = problem
         self.is_custom, self.device, self.unit_roundoff = problem.is_custom, problem.device, problem.unit_roundoff
-        self.n, self.m, self.vjps = problem.n, problem.m, vjps
-        self.mutates_inputs = problem.evaluator.mutates_inputs
+        self.n, self.m, self.vjps = problem.n, problem.m, 0
+
+    @property
+    def mutates_inputs(self) -> bool:
+        """As in `Problem`."""
+        return self._problem.evaluator.mutates_inputs
 
     # Most checks need neither.
     @cached_property
@@ -34,14 +37,16 @@ class SmallBackward:
 
     @cached_property
     def outputs(self) -> tuple[Block, ...]:
-        return _blocks(self._problem.outputs, self._problem.graph.outputs)
+        # Detached, because these tensors must not keep this graph when another one is recorded.
+        return _blocks(self._problem.outputs, [output.detach() for output in self._problem.graph.outputs])
 
     def vjps_of(
         self, cotangents: Tensor, only: Sequence[int], layouts: Sequence[int] = ()
     ) -> tuple[Tensor, native.GradientsMatch]:
         """As in `Problem`."""
+        found = self._problem.vjps(cotangents, layouts, only)
         self.vjps += len(only)
-        return self._problem.vjps(cotangents, layouts, only)
+        return found
 
     def vjp(self, cotangents: Tensor, layouts: Sequence[int] = (), only: Block | None = None) -> Tensor:
         """As in `Problem`."""
@@ -60,9 +65,5 @@ class SmallBackward:
 
 
 def _blocks(places: Sequence[tuple[int, int, int]], tensors: Sequence[Tensor]) -> tuple[Block, ...]:
-    sizes = [elements * width for _, elements, width in places]
-    found = zip(places, tensors, accumulate(sizes, initial=0), sizes, strict=False)
-    return tuple(
-        Block(index, position, tensor, first, size)
-        for index, ((position, _, _), tensor, first, size) in enumerate(found)
-    )
+    positions = [position for position, _, _ in places]
+    return blocks_of(dict(zip(positions, tensors, strict=True)), positions, once=False)
