@@ -259,7 +259,9 @@ def measured(
             changes.append(plus - minus)
             bends.append((plus - base) + (minus - base))
     sides = _at_eps(problem, where, owner, outputs, base, record_graph, eps)
-    found = [torch.stack(some) if some else base.new_empty(0, base.numel()) for some in (steps, widths, changes, bends)]
+    # If no step was taken, there is one of width zero, so that no tensor is empty.
+    nothing = [torch.zeros_like(base)]
+    found = [torch.stack(some or nothing) for some in (steps, widths, changes, bends)]
     rounding = _rounding(problem, outputs, base, x[owner], found[2])
     drift = torch.zeros_like(base)
     if not quickly:
@@ -463,8 +465,6 @@ def _uneven_bends(one: Measured) -> Tensor:
     Where func is smooth, little remains. Kinks and rounding remain.
     """
     wide = (one.widths != 0) & (one.steps <= WIDER * one.eps)
-    if not len(wide):
-        return one.bends
     widest = wide.to(torch.int8).argmax(0, keepdim=True)
     bend, step = (some.gather(0, widest) for some in (one.bends, one.steps))
     return one.bends - torch.where(wide & bend.isfinite(), bend * (one.steps / step) ** 2, 0.0)
@@ -503,8 +503,6 @@ def _quantum(one: Measured) -> Tensor:
     (f(x) + 1e6) - 1e6 is constant for steps below 1e-10. All its changes are multiples of the spacing of floating-point
     numbers near 1e6.
     """
-    if not len(one.changes):
-        return torch.full_like(one.rounding, torch.inf)
     taken = (one.widths != 0) & one.changes.isfinite()
     quantum = torch.where(taken & (one.changes != 0), last_digit(one.changes), torch.inf).amin(0)
     return torch.where(_is_constant(one) & (quantum > ROUNDING * one.rounding), quantum, torch.inf)
@@ -512,8 +510,6 @@ def _quantum(one: Measured) -> Tensor:
 
 def _is_constant(one: Measured) -> Tensor:
     """Whether func does not change at the smallest step at which it is finite: bool, shape (entries,)."""
-    if not len(one.changes):
-        return torch.zeros_like(one.rounding, dtype=torch.bool)
     taken = (one.widths != 0) & one.changes.isfinite()
     last = (taken * torch.arange(1, len(taken) + 1, device=taken.device)[:, None]).argmax(0, keepdim=True)
     return (taken & (one.changes == 0)).gather(0, last)[0]
@@ -549,8 +545,6 @@ def _is_curved(one: Measured) -> Tensor:
     Their difference is (f(x + h) - 2 f(x) + f(x - h)) / h.
     """
     at_eps = (one.right - one.left).abs()
-    if not len(one.steps):
-        return torch.zeros_like(at_eps, dtype=torch.bool)
     small = (one.widths != 0) & (one.steps <= one.eps / 8)
     first = small.to(torch.int8).argmax(0, keepdim=True)
     smaller = (one.bends / one.steps).gather(0, first)[0].abs()
@@ -579,7 +573,7 @@ def _jumps(one: Measured, own: Tolerances, other: Tensor) -> Tensor:
     slope = (centered * change).sum(0) / (centered**2).sum(0)
     rest = torch.where(used, change - slope * width, 0.0)
     jump = rest.sum(0) / count
-    off = torch.where(used, rest - jump, 0.0).abs().amax(0) if len(one.steps) else jump
+    off = torch.where(used, rest - jump, 0.0).abs().amax(0)
     seen = (used & (one.steps <= one.eps)).sum(0) >= MIN_JUMP_STEPS
     seen &= (off <= JUMP_RESIDUAL * jump.abs()) & (jump.abs() > 2 * one.eps * own.allowed(torch.hypot(slope, other)))
     return torch.where(seen, jump, 0.0)

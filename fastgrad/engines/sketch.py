@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastgrad.core.native import Layout, RandomDirections, ops
+from fastgrad.core.native import Derivatives, Layout, RandomDirections, ops
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess, last_digit
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
@@ -55,16 +55,6 @@ STAIR_SHARE = 0.03
 
 FEWEST_JUMPS = 4
 """Number of jumps from which stairs are recognized; fewer numbers are often multiples of one by chance."""
-
-
-class NoisyDerivatives(Protocol):
-    """Derivatives along directions, shape (count, m), and the noise of each output, shape (m,)."""
-
-    @property
-    def derivatives(self) -> Tensor: ...
-
-    @property
-    def noise(self) -> Tensor: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -122,8 +112,8 @@ def derivatives_vary(settings: Settings, again: Tensor, derivative: Tensor, roun
 def func_varies(
     settings: Settings,
     rounding: Tensor | float,
-    differences: NoisyDerivatives,
-    measure: Callable[[int | None], NoisyDerivatives | None],
+    differences: Differences | Derivatives,
+    measure: Callable[[int | None], Differences | Derivatives | None],
     is_quiet: Callable[[Any], bool],
     values_move: Callable[[], bool],
 ) -> bool:
