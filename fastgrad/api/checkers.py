@@ -495,7 +495,7 @@ def _run(
 ) -> Found | Report:
     """The report of `by_tolerances` or, in lower dtypes, of a check by measured rounding; make: makes the reference."""
     if estimates.get():
-        from fastgrad.checks.estimate import estimated_seconds  # imported here to keep `import fastgrad` fast
+        from fastgrad.engines.plan import estimated_seconds  # imported here to keep `import fastgrad` fast
 
         raise Estimate(estimated_seconds(func, arguments, settings))
     if not measures_rounding(arguments, settings):

@@ -7,7 +7,7 @@ is not yet a verdict: it leads to a single entry that is wrong when measured sep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastgrad.checks.candidates import Candidates
 from fastgrad.checks.pattern_verdict import PatternVerdict
 from fastgrad.checks.sketch import SMALL_BOUND, Screening, screen
 from fastgrad.checks.sketch_forward import screen_forward
@@ -26,6 +25,7 @@ from fastgrad.engines import compressed, cost_model
 from fastgrad.engines.compressed import Compression, compress_for
 from fastgrad.engines.plan import (
     can_be_dense,
+    column_evaluations,
     dense_is_small,
     detection_budget,
     is_affordable,
@@ -41,7 +41,7 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.number_text import count
 from fastgrad.report.settings import Settings
 from fastgrad.structure.detection import ProblemPatterns
-from fastgrad.structure.sparsity import ALWAYS_FEW
+from fastgrad.structure.sparsity import ALWAYS_FEW, Mask, Pattern, with_whole_elements
 from fastgrad.verdict.comparison import Findings
 from fastgrad.verdict.numerical_certificate import MAX_SUSPECTS, Incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
@@ -50,6 +50,8 @@ ATTEMPTS = 6
 """Largest number of patterns to try. These are guesses, patterns from probing (by columns, by rows or by both; with and
 without dense rows and columns), and all of these with the entries that certificates add."""
 
+BRIEF_PROBES = 512
+"""If probing has not ended after this many probes, dense rows and columns may be the reason."""
 
 Outcome = tuple[Plan, Failure | None]
 """How the Jacobians were computed, and the failure, if any."""
@@ -69,8 +71,88 @@ def check_by_structure(
     if look.reacted is None or not bool(look.base.isfinite().all()):
         return None
     problem.forget_outputs()
-    check = _ByStructure(problem, settings, look, calls, findings)
-    return check.outcome() if settings.check_backward_ad else check.forward_outcome()
+    return _ByStructure(problem, settings, look, calls, findings).outcome()
+
+
+class _Candidates:
+    """Patterns to try: guesses first, then those from probing; a certificate may add entries to each of them.
+
+    Attributes
+    ----------
+    patterns
+        Finds the patterns.
+    pattern
+        The current pattern; None: `compress` takes the next one.
+    is_guess
+        Whether the current pattern, or the one that it extends, was guessed.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings, look: FirstLook, calls: RepeatedCalls) -> None:
+        self._problem, self._settings, self._look = problem, settings, look
+        vjp = calls.vjp if settings.check_backward_ad else None
+        patterns = ProblemPatterns(problem, settings, look, detection_budget(problem, settings, look), vjp)
+        self.patterns = patterns
+        # Without a backward, patterns are found by evaluations alone.
+        probe = partial(patterns.probe, watch_gradients=settings.check_backward_ad)
+        decode = [patterns.decode] if settings.check_backward_ad else []
+        finders: list[Callable[[], Pattern | None]] = [patterns.guess, *decode, probe, patterns.align]
+        if takes_long(column_evaluations(settings) * problem.n + problem.m, look):
+            # Dense rows and columns may hide the sparsity of the rest from all probes. All entries may even be in such
+            # rows and columns.
+            brief = partial(probe, most=BRIEF_PROBES)
+            finders[-2:] = [brief, partial(brief, splits_hubs=True), probe, patterns.align, patterns.dense]
+        self._finders = iter(finders)
+        self._guess_finders = patterns.guess, patterns.decode, patterns.align
+        self.pattern: Pattern | None = None
+        self._certifies, self._may_exclude_columns = True, True
+        self._excluded_columns: Mask | None = None
+        self.is_guess = False
+
+    def compress(self) -> Compression | None:
+        """The groups of the current pattern, or of the next one; None: no pattern is left.
+
+        Columns that share a dense row are in different groups. If this gives so many groups that they would take long,
+        dense rows are left out and certified instead, as far as possible.
+        """
+        while self.pattern is None:
+            find = next(self._finders, None)
+            if find is None:
+                return None
+            self.pattern = find()
+            self.is_guess = find in self._guess_finders
+        rows: Mask | None = None
+        if self._certifies and takes_long(column_evaluations(self._settings) * self.pattern.most_in_row, self._look):
+            dense = self.pattern.dense_rows()
+            rows = dense if dense.any() else None
+        return compress_for(self._problem, self.pattern, rows, self._excluded_columns)
+
+    def exclude_columns(self) -> bool:
+        """Excludes dense columns, because they prevent rows from sharing a group; returns whether there are any.
+
+        Excluded columns are certified instead of compared.
+        """
+        if not (self._certifies and self._may_exclude_columns) or self.pattern is None:
+            return False
+        self._may_exclude_columns, dense = False, self.pattern.dense_columns()
+        self._excluded_columns = dense if dense.any() else self._excluded_columns
+        return bool(dense.any())
+
+    def exclude_nothing(self) -> None:
+        """Stops excluding rows and columns. They could not be certified, so every entry must be compared."""
+        self._certifies, self._excluded_columns = False, None
+
+    def learn(self, found: Incomplete, may_hide_entries: bool) -> None:
+        """Adds entries that the pattern lacks; may_hide_entries: whether rounding or noise of func may hide entries."""
+        assert self.pattern is not None
+        if found.refuted and not self.pattern.is_numerical and may_hide_entries:
+            self._finders = iter((partial(self.patterns.probe, watch_gradients=False),))
+        if found.refuted:
+            self.pattern = None
+            return
+        extended = self.pattern.with_entries(found.rows, found.columns)
+        # Comparisons take the coordinates of a complex element in pairs.
+        whole = with_whole_elements(extended, self._problem.inputs, self._problem.outputs)
+        self.pattern = replace(whole, is_numerical=extended.is_numerical)
 
 
 class _ByStructure:
@@ -81,20 +163,22 @@ class _ByStructure:
     ) -> None:
         self._problem, self._settings, self._look = problem, settings, look
         self._calls, self._findings = calls, findings
-        self._candidates = Candidates(problem, settings, look, calls)
+        self._candidates = _Candidates(problem, settings, look, calls)
 
     def outcome(self) -> Outcome | None:
         """The outcome of the first pattern that leads to a verdict, if any."""
-        outcome: Outcome | None = None
+        is_reverse = self._settings.check_backward_ad
+        attempt = self._attempt if is_reverse else self._attempt_forward
+        answer: Outcome | Next = "pattern"
         for _ in range(ATTEMPTS):
             compression = self._candidates.compress()
             if compression is None:
                 break
-            answer = self._attempt(compression)
+            answer = attempt(compression)
             if answer != "pattern":
-                outcome = None if answer == "dense engine" else answer
                 break
-        if outcome is None or outcome[1] is None:
+        outcome = None if isinstance(answer, str) else answer
+        if outcome is None or (is_reverse and outcome[1] is None):
             self._candidates.patterns.repeat_suspects()
         return outcome
 
@@ -171,36 +255,30 @@ class _ByStructure:
         self._findings.add(verdict.findings)
         return plan, found
 
-    def forward_outcome(self) -> Outcome | None:
-        """Like `outcome` if only forward mode is checked: the pattern is found and certified by func alone."""
-        problem, settings, candidates = self._problem, self._settings, self._candidates
-        for _ in range(ATTEMPTS):
-            compression = candidates.compress()
-            if compression is None:
-                break
-            if not pays_to_compress(problem, settings, compression.column_groups.count, 0):
-                candidates.pattern = None
-                continue
-            verdict = self._measured(compression)
-            if verdict is None:
-                break
-            if not verdict.numerical_suspects:
-                found = self._forward(verdict, verdict.plan)
-                explains_func = isinstance(found, Tensor) and verdict.of_func.certify(found) == []
-                if explains_func and not verdict.of_func.may_hide_entries:
-                    self._findings.certificates.append(verdict.of_func.certificate())
-                    self._findings.add(verdict.findings)
-                    return verdict.plan, None
-                if isinstance(found, Failure):
-                    self._findings.add(verdict.findings)
-                    return verdict.plan, found
-            verdict.repeat_differences()
-            if compression.leaves_out:
-                candidates.exclude_nothing()
-            else:
-                candidates.pattern = None
-        candidates.patterns.repeat_suspects()
-        return None
+    def _attempt_forward(self, compression: Compression) -> Outcome | Next:
+        """Like `_attempt` if only forward mode is checked: the pattern is found and certified by func alone."""
+        candidates = self._candidates
+        if not pays_to_compress(self._problem, self._settings, compression.column_groups.count, 0):
+            candidates.pattern = None
+            return "pattern"
+        verdict = self._measured(compression)
+        if verdict is None:
+            return "dense engine"
+        if not verdict.numerical_suspects:
+            found = self._forward(verdict, verdict.plan)
+            explains_func = isinstance(found, Tensor) and verdict.of_func.certify(found) == []
+            passes = explains_func and not verdict.of_func.may_hide_entries
+            if passes:
+                self._findings.certificates.append(verdict.of_func.certificate())
+            if passes or isinstance(found, Failure):
+                self._findings.add(verdict.findings)
+                return verdict.plan, found if isinstance(found, Failure) else None
+        verdict.repeat_differences()
+        if compression.leaves_out:
+            candidates.exclude_nothing()
+        else:
+            candidates.pattern = None
+        return "pattern"
 
     def _forward(self, verdict: PatternVerdict, plan: Plan) -> Failure | Tensor | None:
         """As `PatternVerdict.forward`, also for the rows that are left out of the pattern."""

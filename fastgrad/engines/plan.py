@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from fastgrad.core.memory import free_bytes
 from fastgrad.core.native import SmallProblem
 from fastgrad.engines import cost_model, executor
 from fastgrad.engines.blocks import MAX_AT_ONCE
-from fastgrad.problem.first_look import FirstLook, usual_seconds
+from fastgrad.problem.arguments import as_tuple
+from fastgrad.problem.first_look import FirstLook, first_look, usual_seconds
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
 from fastgrad.report.settings import Engine, Settings
@@ -207,6 +208,21 @@ def dense_seconds(problem: Problem | SmallProblem, seconds: float) -> float:
     if problem.m <= most_vectorized_rows(problem, seconds):  # all rows are computed in one call
         rows = costs.vjp_evaluations * max(0.0, seconds - costs.vjp_seconds)
     return 2 * seconds * problem.n + rows * problem.m
+
+
+def estimated_seconds(func: Callable[..., Any], inputs: Any, settings: Settings) -> float:
+    """Seconds that a check would take: the calls of its engine, times the measured time per call.
+
+    For an exact check, the calls are those of the dense engine; with a sparsity pattern, there may be fewer.
+    """
+    with Problem(func, as_tuple(inputs), settings.masked) as problem:
+        if not problem.m or not problem.n:
+            return problem.seconds
+        look = first_look(problem, settings)
+        seconds = max(look.seconds, look.measured)  # the measured time may be used, because it chooses no engine
+        if sketches(problem, settings):
+            return problem.seconds + cost_model.COSTS.sketch_seconds + cost_model.COSTS.sketch_calls * seconds
+        return problem.seconds + dense_seconds(problem, seconds)
 
 
 def dense_is_small(problem: Problem, settings: Settings, most: int = SMALL_CALLS) -> bool:
