@@ -38,24 +38,21 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
     if settings.inputs or settings.progress or settings.engine == "compressed":
         return None
     check_callable(func)
-    backward = func if isinstance(func, Backward) else None
-    problem = SmallProblem.trace(func, arguments, RELATIVE_STEP[torch.float64], backward is None)
-    if problem is None:
-        return None
-    check = _new_check(func, problem, settings)
-    if not problem.is_plain:
+    check = _traced(func, arguments, settings)
+    if check is None or not check.problem.is_plain:
         return check
+    problem = check.problem
     try:
         with stopwatch(check.seconds, problem.n, problem.seconds):
-            _run(check, backward)
+            _run(check)
     except OUT_OF_MEMORY:
         problem.evaluator.restore()
-        if not lacks_again(partial(_run_again, func, arguments, settings, backward)):
+        if not lacks_again(partial(_run_again, func, arguments, settings)):
             raise  # func or backward raised this once
         # As if nothing had run: the complete check needs less memory.
-        return SmallCheck(
-            func=func, problem=problem, settings=settings, notes=["the calls of a small check ran out of memory"]
-        )
+        check = _without_results(check)
+        check.notes.append("the calls of a small check ran out of memory")
+        return check
     except BaseException as error:
         problem.evaluator.restore()
         raised = as_raised(error)
@@ -63,34 +60,37 @@ def small_check(func: Callable[..., Any], arguments: tuple[Any, ...], settings: 
             raise raised from raised.__cause__
         raise
     # If func changes its inputs only while no graph is recorded, the first graph has saved inputs that changed later.
-    return SmallCheck(func=func, problem=problem, settings=settings) if problem.evaluator.mutates_inputs else check
+    return _without_results(check) if problem.evaluator.mutates_inputs else check
 
 
-def _new_check(func: Callable[..., Any], problem: SmallProblem, settings: Settings) -> SmallCheck:
-    is_custom = problem.is_custom or (isinstance(func, Backward) and func.is_custom)
-    return SmallCheck(func=func, problem=problem, settings=settings, is_custom=is_custom)
+def _traced(func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings) -> SmallCheck | None:
+    """A small check after the first evaluation; None without an evaluation if the arguments do not allow one."""
+    problem = SmallProblem.trace(func, arguments, RELATIVE_STEP[torch.float64], not isinstance(func, Backward))
+    return None if problem is None else SmallCheck(func=func, problem=problem, settings=settings)
 
 
-def _run(check: SmallCheck, backward: Backward | None) -> None:
+def _without_results(check: SmallCheck) -> SmallCheck:
+    return SmallCheck(func=check.func, problem=check.problem, settings=check.settings)
+
+
+def _run(check: SmallCheck) -> None:
     agree = _values_pass(check)
     graph = check.problem.graph if check.problem.is_plain else None
     if graph is not None and max(graph.modified_cotangent, graph.modified_output) >= 0:
         check.vjp_varies = True  # if this does not recur in the complete check, it was the error of one call
     elif agree and check.is_consistent:
-        check.passes = _other_checks_pass(check, backward)
+        check.passes = _other_checks_pass(check)
 
 
-def _run_again(
-    func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings, backward: Backward | None
-) -> None:
+def _run_again(func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings) -> None:
     """Runs a small check from the beginning, only for its exceptions."""
-    problem = SmallProblem.trace(func, arguments, RELATIVE_STEP[torch.float64], backward is None)
-    if problem is None or not problem.is_plain:
+    check = _traced(func, arguments, settings)
+    if check is None or not check.problem.is_plain:
         return
     try:
-        _run(_new_check(func, problem, settings), backward)
+        _run(check)
     finally:
-        problem.evaluator.restore()
+        check.problem.evaluator.restore()
 
 
 def _values_pass(check: SmallCheck) -> bool:
@@ -138,7 +138,7 @@ def _tangents_agree(check: SmallCheck) -> bool:
     return (products_agree if sketches(check.problem, check.settings) else columns_agree)(check)
 
 
-def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
+def _other_checks_pass(check: SmallCheck) -> bool:
     """Whether the remaining checks pass: batched derivatives and, if func is a backward, its gradients without a graph.
 
     The latter are computed for negated grad_outputs and must be the negated gradients. A backward that caches gradients
@@ -152,14 +152,15 @@ def _other_checks_pass(check: SmallCheck, backward: Backward | None) -> bool:
             return False
     if settings.check_backward_ad and settings.check_batched_grad:
         check.batched = batched_failure(problem.graph, check.on_graph, settings)
-    if check.batched is not None or backward is None:
+    func = check.func
+    if check.batched is not None or not isinstance(func, Backward):
         return check.batched is None
-    if backward.movement or not first_outputs_repeat(check):
+    if func.movement or not first_outputs_repeat(check):
         return False
-    negates = partial(problem.negates_unrecorded, backward.count, ROUNDING * problem.unit_roundoff)
+    negates = partial(problem.negates_unrecorded, func.count, ROUNDING * problem.unit_roundoff)
     if negates():
         return True
-    backward.forget()
+    func.forget()
     if not settings.nondet_tol and negates():  # func or its backward returned other values the first time
         check.irreproducible.append("with negated grad_outputs")
     return False

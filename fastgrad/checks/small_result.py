@@ -15,6 +15,7 @@ from fastgrad.engines import cost_model
 from fastgrad.engines.blocks import row_parts
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import KnownLook
+from fastgrad.problem.second_order import Backward
 from fastgrad.problem.small_backward import SmallBackward
 from fastgrad.report.data import Pair, Plan
 from fastgrad.report.failure import Mode
@@ -77,8 +78,6 @@ class SmallCheck(Findings):
     func, problem, settings
         func, or the backward whose derivatives are checked; its first evaluation and its graph; and the keywords of the
         check.
-    is_custom
-        Whether func runs custom code, or, for second derivatives, the function whose backward it is.
     vectorization_failed
         Whether vectorized calls cannot measure `columns`, or did not decide.
     changed
@@ -115,12 +114,13 @@ class SmallCheck(Findings):
         Whether all tests passed, so that the complete check does not run.
     on_graph
         Runs and counts the calls of backward on the current graph.
+    is_custom
+        Whether func runs custom code, or, for second derivatives, the function whose backward it is.
     """
 
     func: Callable[..., Any]
     problem: SmallProblem
     settings: Settings
-    is_custom: bool = False
     vectorization_failed: bool = False
     changed: tuple[int, int, Any] | None = None
     errors: list[list[tuple[float, float]]] | None = None
@@ -138,6 +138,7 @@ class SmallCheck(Findings):
 
     def __post_init__(self) -> None:
         self.on_graph = SmallBackward(self.problem)
+        self.is_custom = self.problem.is_custom or (isinstance(self.func, Backward) and self.func.is_custom)
 
     @property
     def is_consistent(self) -> bool:

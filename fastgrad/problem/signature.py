@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,7 @@ def parameter_names(func: Callable[..., Any]) -> tuple[str, ...]:
     if custom is not None and custom.setup_context is Function.setup_context:
         parameters = parameters[1:]  # ctx
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = []
-    for parameter in parameters:
-        if parameter.kind not in positional:
-            break
-        names.append(parameter.name)
-    return tuple(names)
+    return tuple(parameter.name for parameter in takewhile(lambda one: one.kind in positional, parameters))
 
 
 def source_of(func: Callable[..., Any]) -> str:
