@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from fastgrad.checks.small_result import SmallCheck
+from fastgrad.checks.small_result import Errors, SmallCheck
 from fastgrad.core.phases import phase
 from fastgrad.core.tensors import largest, near
 from fastgrad.engines.plan import vectorized_columns_pay
@@ -52,15 +54,27 @@ def single_columns(check: SmallCheck) -> Tensor | None:
     return found
 
 
-def columns_one_by_one(check: SmallCheck) -> Tensor | None:
+def compared_columns(check: SmallCheck, columns: Tensor, compare: Callable[[Tensor], Errors | None]) -> Errors | None:
+    """The errors of all entries; None if one is wrong, also if vectorized columns are computed again by single calls.
+
+    compare: gives the errors for numerical columns, float64, shape (n, m); None if an entry is wrong.
+    """
+    errors = compare(columns)
+    if errors is not None or check.vectorization_failed:
+        return errors
+    again = _columns_one_by_one(check, columns)
+    return None if again is None else compare(again)
+
+
+def _columns_one_by_one(check: SmallCheck, vectorized: Tensor) -> Tensor | None:
     """As `single_columns`, after vectorized columns did not agree with the analytical ones.
 
     If both kinds of columns differ, this is noted, because the vectorized ones agreed with single calls.
     """
     from fastgrad.engines.sketch import derivatives_vary  # here to keep `import fastgrad` fast
 
-    vectorized, columns = check.columns, single_columns(check)
-    if columns is not None and vectorized is not None:
+    columns = single_columns(check)
+    if columns is not None:
         rounding = 2 * check.problem.unit_roundoff * largest(check.problem.base()) / check.settings.eps
         if derivatives_vary(check.settings, columns, vectorized, rounding):
             check.irreproducible.append("in vectorized calls")

@@ -7,8 +7,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from fastgrad.checks.small_calls import columns_one_by_one, numerical_columns
-from fastgrad.checks.small_result import SmallCheck
+from fastgrad.checks.small_calls import compared_columns, numerical_columns
+from fastgrad.checks.small_result import Errors, SmallCheck
 from fastgrad.checks.small_steps import changing_steps_repeat, differences_by_step, noise_repeats, sum_threshold
 from fastgrad.core import native, torch_private
 from fastgrad.core.errors import raise_unless_of_func
@@ -42,11 +42,11 @@ def columns_agree(check: SmallCheck) -> bool:
     if products is None:
         return False
     tangents, sums, others = products.tensor_split([problem.n, problem.n + 2])
-    check.tangent_errors = problem.tangent_errors(tangents, columns, settings.atol, settings.rtol)
-    if check.tangent_errors is None and not check.vectorization_failed:
-        columns = columns_one_by_one(check)
-        if columns is not None:
-            check.tangent_errors = problem.tangent_errors(tangents, columns, settings.atol, settings.rtol)
+
+    def errors_of(columns: Tensor) -> Errors | None:
+        return problem.tangent_errors(tangents, columns, settings.atol, settings.rtol)
+
+    check.tangent_errors = compared_columns(check, columns, errors_of)
     total, undefined_are_zero = _of_inputs(check, others)
     if check.tangent_errors is None or not undefined_are_zero:
         return False

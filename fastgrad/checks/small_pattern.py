@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.checks.small_calls import add_products
-from fastgrad.checks.small_result import SmallCheck, SmallPattern
+from fastgrad.checks.small_result import Errors, SmallCheck, SmallPattern
 from fastgrad.checks.small_steps import rounding_of_differences, steps_repeat
 from fastgrad.checks.small_sums import sums_agree
 from fastgrad.core import native
@@ -236,9 +236,7 @@ def _rows(check: SmallCheck, pattern: SmallPattern) -> Tensor | None:
 
 
 @phase("comparison")
-def _errors(
-    settings: Settings, pattern: SmallPattern, gradients: Tensor, numerical: Tensor
-) -> list[list[tuple[float, float]]] | None:
+def _errors(settings: Settings, pattern: SmallPattern, gradients: Tensor, numerical: Tensor) -> Errors | None:
     """By output, and by input, the largest absolute and relative error; None if an entry is wrong."""
     compression = pattern.compression
     columns = gradients.new_zeros(gradients.shape[1], gradients.shape[0])

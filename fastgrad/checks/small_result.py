@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from fastgrad.engines.compressed import Compression
 
 
+Errors = list[list[tuple[float, float]]]
+"""The largest absolute and relative error, by part of a tensor on one side, and by tensor on the other side."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class SmallPattern:
     """A sparsity pattern in groups, with the grad_outputs that give its rows.
@@ -123,9 +127,9 @@ class SmallCheck(Findings):
     settings: Settings
     vectorization_failed: bool = False
     changed: tuple[int, int, Any] | None = None
-    errors: list[list[tuple[float, float]]] | None = None
+    errors: Errors | None = None
     pattern: SmallPattern | None = None
-    tangent_errors: list[list[tuple[float, float]]] | None = None
+    tangent_errors: Errors | None = None
     differences: tuple[Derivatives, Tensor, float] | None = None
     look: KnownLook | None = None
     irreproducible: list[str] = field(default_factory=list)
@@ -171,9 +175,7 @@ class SmallCheck(Findings):
         return [*reverse, *forward]
 
 
-def compared_pairs(
-    outer: Sequence[Block], inner: Sequence[Block], errors: list[list[tuple[float, float]]] | None, mode: Mode
-) -> Iterator[Pair]:
+def compared_pairs(outer: Sequence[Block], inner: Sequence[Block], errors: Errors | None, mode: Mode) -> Iterator[Pair]:
     """Yields what was compared, by part of the outer side (outputs in reverse mode) and by tensor of the inner side."""
     if errors is None:
         return

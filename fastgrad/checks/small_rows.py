@@ -7,8 +7,8 @@ from functools import partial
 from torch import Tensor
 
 from fastgrad.checks.one_block import jacobian, product_at_hand, same_afterwards, whole_backward
-from fastgrad.checks.small_calls import columns_one_by_one, numerical_columns, outputs_repeat
-from fastgrad.checks.small_result import SmallCheck
+from fastgrad.checks.small_calls import compared_columns, numerical_columns, outputs_repeat
+from fastgrad.checks.small_result import Errors, SmallCheck
 from fastgrad.core.native import SmallProblem, WholeBackward
 from fastgrad.core.phases import phase
 from fastgrad.report.settings import Settings
@@ -29,10 +29,7 @@ def rows_agree(check: SmallCheck) -> bool:
     if problem.is_custom:
         columns = numerical_columns(check)
     if columns is not None:
-        check.errors = _errors(problem, check.settings, check.backward, columns)
-        if check.errors is None and not check.vectorization_failed:
-            columns = columns_one_by_one(check)
-            check.errors = None if columns is None else _errors(problem, check.settings, check.backward, columns)
+        check.errors = compared_columns(check, columns, partial(_errors, problem, check.settings, check.backward))
     if check.errors is None or not check.noted(partial(_same_afterwards, check)):
         return False
     return outputs_repeat(check, outputs)
@@ -69,7 +66,5 @@ def _rows_repeat(check: SmallCheck, backward: WholeBackward) -> bool:
 
 
 @phase("comparison")
-def _errors(
-    problem: SmallProblem, settings: Settings, backward: WholeBackward, columns: Tensor
-) -> list[list[tuple[float, float]]] | None:
+def _errors(problem: SmallProblem, settings: Settings, backward: WholeBackward, columns: Tensor) -> Errors | None:
     return problem.errors(backward, columns, settings.atol, settings.rtol, settings.check_grad_dtypes)

@@ -10,12 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fastgrad.checks.small_calls import (
-    add_products,
-    earlier_vjps_repeat,
-    first_outputs_repeat,
-    outputs_repeat,
-)
+from fastgrad.checks.small_calls import add_products, earlier_vjps_repeat, first_outputs_repeat, outputs_repeat
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.checks.small_rows import rows_agree
 from fastgrad.checks.small_steps import (
@@ -324,31 +319,25 @@ def _zeros_are_zero(check: SmallCheck) -> bool:
 
 def _custom_vjps_are_consistent(check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
     """Whether VJPs of a third graph, and of grad_outputs of one sign, follow from those that agreed."""
-    third, one_sign = (
-        partial(_same_on_third, check, made, gradients),
-        partial(_one_sign_is_linear, check, made, gradients),
-    )
-    return check.noted(third) is not None and bool(check.noted(one_sign))
+    tests = _same_on_third, _one_sign_is_linear
+    return all(check.noted(partial(test, check, made, gradients)) for test in tests)
 
 
 @phase("repeated calls")
-def _same_on_third(check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor) -> Tensor | None:
-    """The gradients if a custom backward gives the same one-hot row and product on a third graph; otherwise None.
-
-    Also None if zero grad_outputs do not give zeros.
-    """
+def _same_on_third(check: SmallCheck, made: ScreeningGradOutputs, gradients: Tensor) -> bool:
+    """Whether a custom backward gives the same one-hot row and product on a third graph, and zeros for zeros."""
     if not first_outputs_repeat(check):
-        return None
+        return False
     if not check.problem.record_again():
         check.vjp_varies = True
-        return None
+        return False
     rounding = _repeat(check, made, gradients, [made.again, REPEATED])
     if rounding is None:
-        return None
+        return False
     what = "product and one-hot row"
     tolerance = max(check.settings.nondet_tol, rounding)
     check.certificates.append(repeated_calls_certificate(what, check.on_graph.vjps, tolerance))
-    return gradients if _zeros_are_zero(check) else None
+    return _zeros_are_zero(check)
 
 
 def _repeat(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,10 +85,13 @@ def _verified_columns(check: SmallCheck, displacement: Tensor, values: Tensor) -
     """
     trial = partial(_trial, check, displacement, values)
     first = trial()
-    if first is None or first.error <= 1:
-        return None if first is None else first.columns
+    if first is None:
+        return None
+    columns, error, measured = first
+    if error <= 1:
+        return columns
     again = trial()
-    if again is None or again.error <= 1 or _varies(check, first.measured, again.measured):
+    if again is None or again[1] <= 1 or _varies(check, measured, again[2]):
         check.irreproducible.append("in vectorized calls")
     return None
 
@@ -100,17 +103,12 @@ def _varies(check: SmallCheck, before: Tensor, again: Tensor) -> bool:
     return derivatives_vary(check.settings, again, before, rounding_of_differences(check, 1.0))
 
 
-class _Trial(NamedTuple):
-    """The columns of a vectorized call, their error relative to the allowed one, and all derivatives in one vector."""
-
-    columns: Tensor
-    error: float
-    measured: Tensor
-
-
 @phase("numerical columns")
-def _trial(check: SmallCheck, displacement: Tensor, values: Tensor) -> _Trial | None:
-    """A vectorized call and its tests, up to the first one that fails; None if func raises in this call."""
+def _trial(check: SmallCheck, displacement: Tensor, values: Tensor) -> tuple[Tensor, float, Tensor] | None:
+    """A vectorized call and its tests, up to the first one that fails; None if func raises in this call.
+
+    Returns the columns, their error relative to the allowed one, and all derivatives in one vector.
+    """
     settings, problem = check.settings, check.problem
     positions = [position for position, _, _ in problem.inputs]
     evaluate = partial(_results, check.func, positions)
@@ -122,7 +120,7 @@ def _trial(check: SmallCheck, displacement: Tensor, values: Tensor) -> _Trial | 
     error = _relative(difference, settings.eps * settings.atol)
     for test in (_error_of_columns, _error_of_sums):  # the one with fewer calls first
         error = error if error > 1 else test(check, columns, measured)
-    return _Trial(columns, error, torch.cat(measured) if error > 1 else columns)
+    return columns, error, torch.cat(measured) if error > 1 else columns
 
 
 def _results(func: Callable[..., Any], positions: Sequence[int], arguments: tuple[Any, ...], count: int) -> Any:
