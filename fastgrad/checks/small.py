@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from fastgrad.checks.one_block import runs_single_rows
+from fastgrad.checks.one_block import rows_agree, runs_single_rows
 from fastgrad.checks.small_calls import columns_are_vectorized, earlier_vjps_repeat, first_outputs_repeat
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.checks.small_rows import rows_agree
 from fastgrad.core.errors import as_raised
 from fastgrad.core.memory import OUT_OF_MEMORY, lacks_again
 from fastgrad.core.native import SmallProblem

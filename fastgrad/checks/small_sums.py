@@ -10,9 +10,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from fastgrad.checks.one_block import rows_agree
 from fastgrad.checks.small_calls import add_products, earlier_vjps_repeat, first_outputs_repeat, outputs_repeat
 from fastgrad.checks.small_result import SmallCheck
-from fastgrad.checks.small_rows import rows_agree
 from fastgrad.checks.small_steps import (
     SMALLER_STEP,
     changing_steps_repeat,

@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 from fastgrad.core.errors import raise_if_transient, unless_rejected
 from fastgrad.core.precision import ROUNDING, last_digit, spacing
 from fastgrad.core.tensors import near, ones_at
-from fastgrad.engines.bends import KINK_SHARE, kink
 from fastgrad.problem.coordinates import block_with, per_coordinate
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Tolerances
@@ -101,6 +100,11 @@ AT_ONCE = 1 << 16
 
 TOGETHER = 1 << 11
 """Number of entries whose estimates, about 200 each, are compared at a time."""
+
+
+KINK_SHARE = 1 / 2
+"""Largest change of slope by kinks, relative to the slope at large steps, for which kinks do not explain why func is
+constant at small steps. A kink within eps of x that explains it changes the slope by at least 1.3 times as much."""
 
 
 class Refinement(NamedTuple):
@@ -447,6 +451,14 @@ def _is_rounded(one: Measured, values: Tensor, errors: Tensor, allowed: Tensor) 
     rounded &= (wider & (distance * one.widths > one.rounding)).any(0)
     is_precise = errors <= SHARE_THAT_MATTERS * distance
     return rounded & (distance > torch.where(is_precise, SHARE_THAT_MATTERS * allowed, allowed))
+
+
+def kink(outer: Tensor, inner: Tensor, ratio: float, step: Tensor | float) -> Tensor:
+    """How much the slope changes at kinks near x, from the bends at `ratio * step` and at `step`; of any shape.
+
+    At a kink, bends are proportional to the step; where func is smooth, to its square. The square cancels here.
+    """
+    return (ratio**2 * inner - outer).abs() / ((ratio**2 - ratio) * step)
 
 
 def _kinks(one: Measured, used: Tensor) -> Tensor:

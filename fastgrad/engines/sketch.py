@@ -20,8 +20,8 @@ from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING, excess, last_digit
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.core.tensors import largest, near
-from fastgrad.engines.bends import are_smooth
 from fastgrad.engines.grad_output_kinds import CONSTANT, DENSE, EXPANDED, HALVED, NON_CONTIGUOUS, SPARSE, GradOutputKind
+from fastgrad.engines.ridders import KINK_SHARE, kink
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 
@@ -45,6 +45,9 @@ rounding that differs from run to run."""
 STRAIGHT_STEPS = 256, 64
 """Steps, in units of eps, at which an output is a straight line if it is one but for rounding inside func that changes
 it at steps of eps: far above eps, and small enough for the curvature of most functions."""
+
+SMOOTH_STEPS = 64, 16
+"""Steps, in units of eps, at which the bends of an output show whether it has a kink within eps of x."""
 
 STAIR_STEPS = 0.215, 0.553, 1.28, 1.534, 4.34, 10.03
 """Steps, in units of eps, at which the height of stairs is measured: stairs of about eps in width show there. Next to a
@@ -307,6 +310,53 @@ def _absorbed_rows(
     explained = first.derivatives.new_zeros(len(first.directions), rows.numel())
     smooth = are_smooth(problem, settings, first.directions, rows, explained, settings.atol / 4)
     return [int(row) for row in rows[absorbed | smooth]]
+
+
+def are_smooth(
+    problem: Problem,
+    settings: Settings,
+    directions: Tensor,
+    rows: Tensor,
+    explained: Tensor,
+    least: float,
+    steps: tuple[float, float] = SMOOTH_STEPS,
+    share: float = KINK_SHARE / 2,
+) -> Tensor:
+    """Whether neither small steps nor kinks explain the slopes of outputs at large steps: bool, shape (rows,).
+
+    Parameters
+    ----------
+    directions
+        Float64, shape (directions, n).
+    rows
+        The numbers of the outputs: int64, shape (rows,).
+    explained
+        Their derivatives along the directions at small steps: float64, shape (directions, rows).
+    least
+        The largest slope that does not count.
+    steps
+        The two large steps, in units of eps; the larger one comes first.
+    share
+        How far, relative to a slope, those of both steps may be apart. A kink near x may change it by twice as much.
+    """
+    if not rows.numel():
+        return torch.zeros_like(rows, dtype=torch.bool)
+    base, (wide, narrow) = problem.base()[rows], steps
+    found = torch.zeros(3, len(directions), rows.numel(), dtype=torch.float64, device=base.device)
+    found[0] -= explained
+    for vector, (slope, apart, change) in zip(directions, found.unbind(1), strict=True):
+        both = (problem.both_sides(vector, factor * settings.eps) for factor in steps)
+        for (plus, minus, large), (above, below, small) in zip(*both, strict=True):
+            own = (above - below)[rows] / (2 * small)
+            slope += own
+            apart += own - (plus - minus)[rows] / (2 * large)
+            outer = (plus[rows] - base) + (minus[rows] - base)
+            inner = (above[rows] - base) + (below[rows] - base)
+            change += kink(outer, inner, wide / narrow, small)
+    # The norms over all directions, because in one of them the bends of several kinks may cancel.
+    slopes, apart, changes = torch.linalg.vector_norm(found, dim=1)
+    smooth: Tensor = (slopes > least) & (apart <= share * slopes) & (changes <= 2 * share * slopes)
+    return smooth
 
 
 def weights(noise: Tensor, norm: float, atol: float, pending: Tensor) -> Tensor:

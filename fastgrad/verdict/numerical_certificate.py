@@ -19,10 +19,9 @@ from torch import Tensor
 
 from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, largest
-from fastgrad.engines.bends import are_smooth
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import dense_is_small
-from fastgrad.engines.sketch import Differences, derivatives_vary, directional_differences
+from fastgrad.engines.sketch import Differences, are_smooth, derivatives_vary, directional_differences
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate

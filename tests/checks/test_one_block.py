@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import fastgrad
-from fastgrad.checks import one_block, small_rows
+from fastgrad.checks import one_block
 from fastgrad.checks.order import check
 from fastgrad.core.native import largest_errors
 from fastgrad.core.torch_private import DispatchMode
@@ -118,7 +118,7 @@ def test_a_wrong_row_is_named_however_it_was_found(row: int) -> None:
 
 
 def test_the_fault_of_vectorizing_is_none_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, original = leaf(10), small_rows.whole_backward
+    x, original = leaf(10), one_block.whole_backward
 
     def spoiled(*arguments: Any) -> Any:
         whole = original(*arguments)
@@ -126,7 +126,7 @@ def test_the_fault_of_vectorizing_is_none_of_the_function(monkeypatch: pytest.Mo
         whole.parts[0].rows[5] = 7.0
         return whole
 
-    monkeypatch.setattr(small_rows, "whole_backward", spoiled)
+    monkeypatch.setattr(one_block, "whole_backward", spoiled)
     report = check(torch.exp, (x,), SETTINGS)
     assert report.passed
     # All rows again, two of them twice, and one product on the first graph and on a new one; no other calls.
@@ -210,7 +210,7 @@ def test_an_error_that_does_not_come_again_is_raised(monkeypatch: pytest.MonkeyP
     def raises(*_: Any) -> Any:
         raise KeyError("once")
 
-    monkeypatch.setattr(small_rows, "whole_backward", raises)
+    monkeypatch.setattr(one_block, "whole_backward", raises)
     with pytest.raises(KeyError, match="once"):
         fastgrad.gradcheck(torch.exp, (leaf(3),))
 

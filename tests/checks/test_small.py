@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgrad
-from fastgrad.checks import small, small_rows, small_sums
+from fastgrad.checks import one_block, small, small_sums
 from fastgrad.core import native
 from fastgrad.core.native import SmallProblem
 from tests.planted.row import function
@@ -315,7 +315,7 @@ def test_a_gradient_that_moved_is_no_pass(fast_mode: bool, monkeypatch: pytest.M
     monkeypatch.setattr(small.SmallProblem, "repeats", lambda *_: False)
     monkeypatch.setattr(small_sums.torch, "equal", lambda *_: False)
     assert fastgrad.check(torch.sin, leaf(30), fast_mode=fast_mode).passed  # the same within the tolerances
-    monkeypatch.setattr(small_rows, "same_afterwards", lambda *_: False)
+    monkeypatch.setattr(one_block, "same_afterwards", lambda *_: False)
     monkeypatch.setattr(small_sums, "differ", lambda *_: True)
     report = fastgrad.check(torch.sin, leaf(30), fast_mode=fast_mode)
     assert report.failure is not None
