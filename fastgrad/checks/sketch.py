@@ -188,10 +188,8 @@ class _Screen:
             return None if failure is None else Screening(failure)
         if flagged is not None:
             failure = search.run(sketch) or self._rerun_failure(sketch.gradients, weight)
-            if failure is not None:
-                return Screening(failure)
             flagged = sketch.worst()
-        failure = self._examine_rounded(differences, search)
+        failure = failure or self._examine_rounded(differences, search)
         if failure is not None:
             return Screening(failure)
         self._note_hidden(search, sketch, weight)

@@ -294,8 +294,8 @@ class _Replays:
                         self._graph.replay()
                         problem.progress.step(_CALLS[who] * self._together)
                     if count % self._together:
-                        self._steps(count % self._together)
-                    self._steps.fill_from_the_first()
+                        self._take_steps(count % self._together)
+                    self._numbers[1].copy_(self._from_zero)  # the next step fills the first row
             except Exception as error:
                 raise _rejected(f"{who} cannot be replayed", error) from error
             finally:
@@ -303,11 +303,35 @@ class _Replays:
 
     def _capture(self) -> None:
         device, who = self._problem.device, self._who
-        self._steps = _Steps(self._begin(), self._first, self._together, self._rows)
-        _run_eagerly(self._problem, self._steps, who)
+        self._step = self._begin()
+        # The numbers of steps are read from the device. The results of several steps are written at once.
+        self._from_zero = torch.arange(-1, self._together, device=device)
+        self._numbers = torch.stack([self._from_zero + self._first, self._from_zero])
+        self._given = self._rows.new_empty(self._together, self._rows.shape[1])
+        self._run_eagerly()
         self._watch = _Watch(device, who)
         with self._watch:
-            self._graph = _capture(lambda: self._steps(self._together), device, _ERROR_MODES[who])
+            self._graph = _capture(lambda: self._take_steps(self._together), device, _ERROR_MODES[who])
+
+    def _take_steps(self, count: int) -> None:
+        own, places = self._numbers
+        for k in range(count):
+            self._step(own[k : k + 1], own[k + 1 : k + 2], self._given[k])
+        self._rows.index_copy_(0, places[1 : count + 1], self._given[:count])
+        self._numbers.add_(count)
+
+    def _run_eagerly(self) -> None:
+        """Runs the first EAGER_STEPS steps, and inspects the operators of the first step."""
+        generator = cuda.default_generators[self._problem.device.index]
+        drawn = generator.get_state()
+        with _Watch(self._problem.device, self._who):
+            self._take_steps(1)
+        for _ in range(EAGER_STEPS - 1):
+            self._take_steps(1)
+        if not torch.equal(generator.get_state(), drawn):
+            raise RejectedError(f"{self._who} draws random numbers")
+        if self._problem.mutates_inputs:
+            raise RejectedError("func changes its inputs")
 
     def __enter__(self) -> _Replays:
         return self
@@ -326,42 +350,6 @@ def _rejected(what: str, error: Exception) -> RejectedError:
     of_cuda = isinstance(error, RuntimeError) and _OF_CUDA.search(str(error)) is not None
     of_cuda = of_cuda or isinstance(error, OUT_OF_MEMORY)
     return (UnsuitableError if of_cuda else RejectedError)(f"{what} ({type(error).__name__})")
-
-
-class _Steps:
-    """Steps that read their numbers from the device. The results of several steps are written into the rows at once."""
-
-    def __init__(self, step: Step, first: int, most: int, rows: Tensor) -> None:
-        """`most`: the largest number of steps that are taken together."""
-        self._step, self._rows = step, rows
-        self._from_zero = torch.arange(-1, most, device=rows.device)
-        self._numbers = torch.stack([self._from_zero + first, self._from_zero])
-        self._given = rows.new_empty(most, rows.shape[1])
-
-    def __call__(self, count: int) -> None:
-        own, places = self._numbers
-        for k in range(count):
-            self._step(own[k : k + 1], own[k + 1 : k + 2], self._given[k])
-        self._rows.index_copy_(0, places[1 : count + 1], self._given[:count])
-        self._numbers.add_(count)
-
-    def fill_from_the_first(self) -> None:
-        """Makes the next step fill the first row."""
-        self._numbers[1].copy_(self._from_zero)
-
-
-def _run_eagerly(problem: Problem, steps: _Steps, who: str) -> None:
-    """Runs the first EAGER_STEPS steps, and inspects the operators of the first step."""
-    generator = cuda.default_generators[problem.device.index]
-    drawn = generator.get_state()
-    with _Watch(problem.device, who):
-        steps(1)
-    for _ in range(EAGER_STEPS - 1):
-        steps(1)
-    if not torch.equal(generator.get_state(), drawn):
-        raise RejectedError(f"{who} draws random numbers")
-    if problem.mutates_inputs:
-        raise RejectedError("func changes its inputs")
 
 
 def _capture(step: Callable[[], None], device: torch.device, error_mode: str) -> Any:

@@ -33,11 +33,8 @@ _UNKNOWN_NODES = 8
 
 def evaluated_and_restored(func: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Calls func before a problem exists, and returns its result; restores strided arguments that require grad."""
-    checked: list[Tensor] = []
-    for value in arguments:
-        is_checked = isinstance(value, Tensor) and value.requires_grad and not value.is_nested
-        if is_checked and value.layout is torch.strided and not any(value is other for other in checked):
-            checked.append(value)
+    tensors = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
+    checked = [tensor for tensor in tensors if not tensor.is_nested and tensor.layout is torch.strided]
     blocks = [
         native.InputBlock(block.tensor, block.first, 0.0)
         for block in blocks_of(checked, range(len(checked)), once=True)
