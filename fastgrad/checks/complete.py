@@ -15,7 +15,7 @@ from fastgrad.checks.dense import dense_check
 from fastgrad.checks.description import environment, subject, why_restored
 from fastgrad.checks.one_block import is_small, runs_single_rows, take_calls
 from fastgrad.checks.small_result import UNDECIDED_SUMS, SmallCheck
-from fastgrad.core.errors import as_raised, raise_if_transient, raise_unless_of_func
+from fastgrad.core.errors import as_raised, raise_if_transient, raise_unless_of_func, raised_by
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import stopwatch
 from fastgrad.core.progress import Progress
@@ -370,18 +370,13 @@ def _raise_at_first(mode: Mode, problem: Problem, findings: Findings) -> None:
     raised = findings.early or problem.derivative_error
     if raised is None or not problem.m or not problem.n or not problem.has_graph:
         return
-    try:
-        if mode == "forward":
-            problem.tangent_columns(0, 1)
-        else:
-            problem.row(0, block_with(problem.outputs, 0))
-    except Exception as error:
-        raise_unless_of_func(error)
-        # A backward that has changed its inputs may now raise with another text.
-        found = raised if type(error) is type(raised) else error
+    if mode == "forward":
+        error = raised_by(partial(problem.tangent_columns, 0, 1))
     else:
-        return
-    raise found  # not in the handler, which would change the exception's context
+        error = raised_by(partial(problem.row, 0, block_with(problem.outputs, 0)))
+    if error is not None:
+        # A backward that has changed its inputs may now raise with another text.
+        raise raised if type(error) is type(raised) else error
 
 
 def _out_of_memory_message(problem: Problem, plan: Plan, settings: Settings, error: BaseException) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgrad.core.errors import raise_unless_of_func, unless_rejected
+from fastgrad.core.errors import raise_unless_of_func, raised_by, unless_rejected
 from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, differ, largest, largest_change, largest_finite
 from fastgrad.engines import compressed, executor
@@ -269,17 +269,13 @@ class PatternVerdict(_Entries):
             values, matches = compressed.analytical_entries(problem, compression)
         except Exception as error:
             raise_unless_of_func(error)
-            try:
-                compressed.analytical_entries(problem, compression, repeat=False)
-            except Exception as another:  # the backward may accept only one-hot grad_outputs
-                raise_unless_of_func(another)
-                return incomplete([], refuted=True)
-            try:
-                compressed.analytical_entries(problem, compression)
-            except Exception as again:
-                raise_unless_of_func(again)
-                return raised_for("a constant grad_output, or for a larger one", again)
-            raise  # it depends on the number of the call, not on grad_output
+            run = partial(compressed.analytical_entries, problem, compression)
+            if raised_by(partial(run, repeat=False)) is not None:
+                return incomplete([], refuted=True)  # the backward may accept only one-hot grad_outputs
+            again = raised_by(run)
+            if again is None:
+                raise  # it depends on the number of the call, not on grad_output
+            return raised_for("a constant grad_output, or for a larger one", again)
         self._of_backward = self._certificate_of(values, self._calls)
         self._values_of_groups = values
         repeat: Failure | None = None

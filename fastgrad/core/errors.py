@@ -61,15 +61,21 @@ def _is_of_compiled_module(error: Exception) -> bool:
     return "fastgrad._C." in message or hasattr(sys.modules.get("fastgrad._C"), name)
 
 
+def raised_by(run: Callable[[], object]) -> Exception | None:
+    """The error of func or backward that calls raise; None if they raise nothing. Other exceptions are raised."""
+    try:
+        run()
+    except Exception as error:
+        raise_unless_of_func(error)
+        return error
+    return None
+
+
 def raise_if_transient(error: Exception, run: Callable[[], object]) -> None:
     """Raises an exception again, unless it is an error of func or backward and the same calls raise repeatedly."""
     raise_unless_of_func(error)
-    try:
-        run()
-    except Exception as again:
-        raise_unless_of_func(again)
-        return
-    raise error
+    if raised_by(run) is None:
+        raise error
 
 
 def unless_rejected(run: Callable[[], Result]) -> Result | None:
