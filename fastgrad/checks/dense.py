@@ -59,18 +59,14 @@ def dense_check(
     if plan.batch is not None or plan.replayed or plan.rows_replayed:
         calls.run_first()
         own = Findings()
-        suspected = plan
         try:
-            failure = judge(problem, plan, settings, own, calls)
-        except RejectedError as error:
-            reason = f"no batches or replays: {error}"
-            if isinstance(error, UnsuitableError):
-                suspected = None
-        else:
-            if failure is None:
+            if judge(problem, plan, settings, own, calls) is None:
                 findings.add(own)
                 return plan, None
-            reason = "a mismatch is checked again, one call at a time"
+            suspected, reason = plan, "a mismatch is checked again, one call at a time"
+        except RejectedError as error:
+            suspected = None if isinstance(error, UnsuitableError) else plan
+            reason = f"no batches or replays: {error}"
         reason = f"{plan.reason}; {reason}"
         plan = replace(plan, batch=None, replayed=False, rows_replayed=False, reason=reason)
     elif is_small(problem, settings) and findings.backward is None and findings.early is None:

@@ -258,7 +258,7 @@ class _Screen:
                 failure, _ = linearity_failure(problem, settings, vector, gradient, cotangent.kind)
                 if failure is not None:
                     return sketch, failure
-            if cotangent.expanded and not (looks_wrong and tentative):
+            if cotangent.layout == Layout.EXPANDED and not (looks_wrong and tentative):
                 continue  # an expanded cotangent has no weights, and only tests the layout
             sketch.cotangents.append(cotangent)
             sketch.values.append(values)

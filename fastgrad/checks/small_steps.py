@@ -198,21 +198,16 @@ def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivati
 def noise_repeats(check: SmallCheck) -> bool:
     """Whether noise that no other step reduces enough is that of func; notes if func returned other values once."""
     for step, budget, differences in check.steps[-1:]:
-        if _step_factor(check, differences) is None and _noise_varies(check, step, budget, differences):
+        if _step_factor(check, differences) is None and func_varies(
+            check.settings,
+            rounding_of_differences(check, step),
+            differences,
+            partial(_differences, check, step, budget, differences.measures_noise),
+            is_quiet=lambda again: _weight(check, again, 1.0) is not None,
+            values_move=partial(_values_vary, check),
+        ):
             check.irreproducible.append(ALONG_DIRECTION)
     return not check.irreproducible
-
-
-def _noise_varies(check: SmallCheck, step: float, budget: float, differences: Derivatives) -> bool:
-    """Like `func_varies`, for differences at a step."""
-    return func_varies(
-        check.settings,
-        rounding_of_differences(check, step),
-        differences,
-        partial(_differences, check, step, budget, differences.measures_noise),
-        is_quiet=lambda again: _weight(check, again, 1.0) is not None,
-        values_move=partial(_values_vary, check),
-    )
 
 
 def _values_vary(check: SmallCheck) -> bool:

@@ -399,11 +399,6 @@ class Cotangent:
     scale: float = 1.0
     layout: Layout = Layout.CONTIGUOUS
 
-    @property
-    def expanded(self) -> bool:
-        """Whether the grad_output is one value, expanded."""
-        return self.layout == Layout.EXPANDED
-
 
 def imaginary_parts(like: Tensor, outputs: Sequence[slice]) -> Tensor | None:
     """A mask of the imaginary parts, shape (m,), from the coordinates of complex outputs; None without such outputs."""
@@ -488,7 +483,7 @@ def residual_row(
     pairs = list(zip(*torch.stack(sums).tolist(), strict=True))
     values = [numerical[0] - analytical[0] for numerical, analytical in pairs]
     threshold = cotangent.scale * settings.atol / 4
-    if cotangent.expanded:  # this cotangent has no weights
+    if cotangent.layout == Layout.EXPANDED:  # this cotangent has no weights
         noise = differences.noise_norm
         threshold += 8 * CONSTANT * (math.inf if math.isnan(noise) else noise)
     allowed = [threshold] * len(values)
