@@ -565,11 +565,8 @@ def screen_constant(problem: Problem, settings: Settings) -> Screening:
             vector = displacement / eps
             for block in problem.inputs:
                 vector[block.slice] *= block.weight / block.step
-            column = locate(
-                lambda part, row=row, eps=eps: difference_along(problem, part, eps, row),  # type: ignore[misc]
-                vector,
-                difference_along(problem, vector, eps, row),
-            )
+            change = partial(difference_along, problem, eps=eps, row=row)
+            column = locate(change, vector, change(vector))
             value = problem.difference_columns(column, 1, settings.eps, False)[0, row].item()
             if value:
                 output, block = block_with(problem.outputs, row), block_with(problem.inputs, column)

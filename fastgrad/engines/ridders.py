@@ -388,19 +388,11 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
         doubtful[some] = False
     hidden = _hidden_derivatives(one, quantum, values, own, other)
     doubtful |= hidden != 0
-    sides, moves = (one.left, one.right, one.at_eps), (ROUNDING * one.rounding / eps, one.drift / (2 * eps))
+    quantum = torch.where(hidden != 0, quantum, 0.0)
+    at_eps, moves = (one.left, one.right, one.at_eps), (ROUNDING * one.rounding / eps, one.drift / (2 * eps))
     shape = _is_curved(one), _is_bent(one), _jumps(one, own, other)
-    found = (
-        values,
-        errors + hidden,
-        one.rounding,
-        *sides,
-        *moves,
-        doubtful,
-        torch.where(hidden != 0, quantum, 0.0),
-        *shape,
-    )
-    return Refinement(*found, one.steps.t(), one.changes.t(), one.widths.t())
+    steps = one.steps.t(), one.changes.t(), one.widths.t()
+    return Refinement(values, errors + hidden, one.rounding, *at_eps, *moves, doubtful, quantum, *shape, *steps)
 
 
 def _joined(found: Sequence[Measured]) -> Measured:

@@ -211,13 +211,8 @@ def directional_differences(
         along = RandomDirections(settings.seed, *arguments, parts)
         found = problem.differences_along(along, base, KINK, fixed)
         return Differences(eps, found.directions, found.derivatives, found.noise, rounding, found.sizes)
-    total = Differences(
-        eps,
-        torch.zeros(count, problem.n, dtype=torch.float64, device=problem.device),
-        torch.zeros(count, problem.m, dtype=torch.float64, device=problem.device),
-        torch.zeros(problem.m, dtype=torch.float64, device=problem.device),
-        rounding,
-    )
+    directions, derivatives = (base.new_zeros(count, size) for size in (problem.n, problem.m))
+    total = Differences(eps, directions, derivatives, torch.zeros_like(base), rounding)
     for k in range(count):
         noise = torch.zeros_like(total.noise)
         for part, step, weight in problem.parts_of(torch.ones_like(total.directions[k])):

@@ -185,11 +185,8 @@ def _outputs_at(problem: Problem, block: Block, points: Tensor) -> tuple[Tensor,
     count, func = points.shape[0], problem.func
     with as_vectorized():
         if not isinstance(func, Backward):
-            return tuple(
-                torch_private.vectorized_call(
-                    lambda point: problem.evaluate_with([block], [point]), [points], [0], count
-                )
-            )
+            evaluate = partial(problem.evaluate_with, [block])
+            return tuple(torch_private.vectorized_call(lambda point: evaluate([point]), [points], [0], count))
         inputs = [
             points if other is block else other.tensor.detach().expand(count, *other.tensor.shape)
             for other in problem.inputs

@@ -149,11 +149,7 @@ def _specified_elements(tensor: Tensor, values: Tensor) -> Tensor:
     count = values.numel()
     numbers = torch.arange(1, count + 1, device=values.device).reshape(values.shape)
     compressed, plain, _ = _compression(tensor)
-    layout = tensor.layout
-    numbered = torch.sparse_compressed_tensor(
-        compressed, plain, numbers, tensor.shape, layout=layout, device=values.device, check_invariants=False
-    )
-    where = numbered.to_dense().reshape(-1)
+    where = _compressed_like(tensor, compressed, plain, numbers).to_dense().reshape(-1)
     specified = where.nonzero().reshape(-1)
     elements = torch.empty(count, dtype=torch.int64, device=values.device)
     elements[where[specified] - 1] = specified
@@ -165,6 +161,13 @@ def _compression(tensor: Tensor) -> tuple[Tensor, Tensor, bool]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), True
     return tensor.ccol_indices(), tensor.row_indices(), False
+
+
+def _compressed_like(tensor: Tensor, compressed: Tensor, plain: Tensor, values: Tensor) -> Tensor:
+    """A tensor with the layout and shape of a compressed sparse tensor, but with these indices and values."""
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, tensor.shape, layout=tensor.layout, device=values.device, check_invariants=False
+    )
 
 
 def _densified_coo(tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,16 +197,8 @@ def _densified(tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     outer, inner = (rows, columns) if by_rows else (columns, rows)
     ends = torch.arange(outer + 1, device=compressed.device) * inner
     inside = torch.arange(inner, device=compressed.device).repeat(outer)
-    stand_in = torch.sparse_compressed_tensor(
-        ends.to(compressed.dtype).expand(*lead, -1),
-        inside.to(compressed.dtype).expand(*lead, -1),
-        values,
-        tensor.shape,
-        layout=tensor.layout,
-        device=values.device,
-        check_invariants=False,
-    )
-    return stand_in, logical
+    ends, inside = (numbers.to(compressed.dtype).expand(*lead, -1) for numbers in (ends, inside))
+    return _compressed_like(tensor, ends, inside, values), logical
 
 
 def blocks_of(
