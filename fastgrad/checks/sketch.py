@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -111,42 +111,87 @@ def screen(
     return _Screen(problem, settings, rows, columns).run()
 
 
-class _Screen:
+class StepSizes:
+    """What the screens of both modes know about the outputs, from one step size to the next.
+
+    rows: mask of the rows to check, shape (m,); None: all.
+    """
+
+    _fixed: Tensor | None = None
+
+    def __init__(self, problem: Problem, settings: Settings, rows: Tensor | None) -> None:
+        self._problem, self._settings, self._selected = problem, settings, rows
+        self._count = sketch_size(settings.confidence)
+        self._base = problem.base()
+        self._eps, self._attempt = settings.eps, 0
+        self._extrapolated = 1  # the fewest evaluations: usually enough if nothing is wrong
+        self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device) if rows is None else rows.clone()
+        # Per output, the size from which errors were found at the best step size so far.
+        self._hidden = torch.where(self._pending, math.inf, 0.0).to(torch.float64)
+        self._bound = settings.atol
+        self._smallest_bound = math.inf  # of the step sizes at which all selected rows were verified
+        self._unresolved = 0.0  # the largest possible error of an entry that no step resolved
+
+    def _differences(self, count: int | None, extrapolated: int) -> Differences:
+        """Differences along the first `count` directions at this step size; None: all."""
+        arguments = self._problem, self._settings, self._base, self._eps, count or self._count, self._attempt
+        return directional_differences(*arguments, extrapolated=extrapolated, fixed=self._fixed, in_parts=True)
+
+    def _contradicts(self, tentative: Differences, differences: Differences) -> bool:
+        """Whether better differences at this step size show that func returned other values for the tentative ones."""
+        repeat = partial(self._differences, self._count, 1)
+        return contradicts(self._settings, self._base, tentative, differences, repeat)
+
+    def _noise_varies(self, differences: Differences) -> bool:
+        """Like `func_varies`, but repeated differences never count as quiet."""
+        problem, settings, base = self._problem, self._settings, self._base
+        return func_varies(
+            settings,
+            differences.rounding * base.abs(),
+            differences,
+            partial(self._differences, extrapolated=self._extrapolated),
+            is_quiet=lambda again: False,
+            values_move=lambda: values_vary(problem, settings, problem.evaluate(True), base),
+        )
+
+    def _tries_larger_step(self) -> bool:
+        """Whether selected rows, which are verified, are checked again at a step at which rounding matters less."""
+        is_small = self._bound <= SMALL_BOUND * self._settings.atol
+        return self._selected is not None and not is_small and self._attempt + 1 < SMALL_BOUND_STEPS
+
+    def _go_to_next_step(self, differences: Differences) -> None:
+        """To a smaller one if any pending output is noisier than rounding explains; otherwise to a larger one."""
+        rough = ~(differences.noise <= 2 * differences.rounding * self._base.abs())[self._pending]
+        if bool(rough.any()) and differences.eps <= self._settings.eps:
+            self._eps = differences.eps * SMALLER
+        else:
+            self._eps = max(differences.eps, self._settings.eps) * LARGER
+        self._attempt += 1
+
+
+class _Screen(StepSizes):
     """Compares sketches at one step size after another, until all outputs are verified or something is wrong."""
 
     def __init__(self, problem: Problem, settings: Settings, rows: Tensor | None, columns: Tensor | None) -> None:
-        self._problem, self._settings = problem, settings
-        self._count = sketch_size(settings.confidence)
-        self._base = problem.base()
+        super().__init__(problem, settings, rows)
         pairs = [output.slice for output in problem.outputs if problem.is_custom and output.is_complex]
         self._imaginary = imaginary_parts(self._base, pairs)
-        self._selected = rows is not None
-        self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device) if rows is None else rows.clone()
         self._fixed = None if columns is None else ~columns
-        self._eps = settings.eps
-        self._attempt = 0
-        self._extrapolated = 1  # the fewest evaluations: usually enough if nothing is wrong
         self._first: Differences | None = None  # those of the first step size
         self._tentative: Differences | None = None  # the differences for which a sum looked wrong
         # The weights of the tentative sketch, and its VJPs by the number of their cotangent.
         self._earlier: tuple[Tensor, Mapping[int, Tensor]] | None = None
         self._doubted: dict[int, float] = {}  # per output that no wrong entry explains, the smallest error of its sums
         self._suspected = 0.0  # the largest error that sums suggested but single entries did not confirm
-        self._bound = settings.atol
-        self._smallest_bound = math.inf
-        self._unresolved = 0.0  # the largest possible error of an entry that no step resolved
-        # Per output, the size from which errors were found at the best step size so far.
-        self._hidden = torch.where(self._pending, math.inf, 0.0).to(torch.float64)
 
     def run(self) -> Screening:
         """The verdict, after at most MAX_STEPS step sizes."""
         while self._attempt < MAX_STEPS:
             differences = self._differences(self._count, self._extrapolated)
             self._first = self._first or differences
-            if self._tentative is not None and self._attempt == 0:
-                repeat = partial(self._differences, self._count, 1)
-                if contradicts(self._settings, self._base, self._tentative, differences, repeat):
-                    return Screening(nondeterministic_func(self._problem, ALONG_DIRECTION))
+            tentative = self._tentative if self._attempt == 0 else None
+            if tentative is not None and self._contradicts(tentative, differences):
+                return Screening(nondeterministic_func(self._problem, ALONG_DIRECTION))
             verdict = self._judge(differences)
             if verdict is not None:
                 return verdict
@@ -154,11 +199,6 @@ class _Screen:
             return self._verified(self._smallest_bound)
         assert self._first is not None
         return self._one_by_one(self._first)
-
-    def _differences(self, count: int | None, extrapolated: int) -> Differences:
-        """Differences along the first `count` directions at this step size; None: all."""
-        arguments = self._problem, self._settings, self._base, self._eps, count or self._count, self._attempt
-        return directional_differences(*arguments, extrapolated=extrapolated, fixed=self._fixed, in_parts=True)
 
     def _judge(self, differences: Differences) -> Screening | None:
         """The verdict at this step size; None if more differences or another step size are needed."""
@@ -171,7 +211,7 @@ class _Screen:
             failure = _one_hot(problem, settings, search, differences) if self._attempt == 0 else None
         except Exception as error:
             raise_unless_of_func(error)
-            if self._selected or self._fixed is not None:
+            if self._selected is not None or self._fixed is not None:
                 raise
             return Screening(raised=error)
         if failure is not None:
@@ -303,7 +343,7 @@ class _Screen:
             self._pending &= ~verified
             return self._at_next_step(differences)
         self._smallest_bound = min(self._smallest_bound, self._bound)
-        if not self._selected or self._bound <= SMALL_BOUND * settings.atol or self._attempt + 1 >= SMALL_BOUND_STEPS:
+        if not self._tries_larger_step():
             return self._verified(self._smallest_bound)
         # All rows are checked again at a larger step, where rounding matters less (and curvature perhaps more).
         self._bound, self._extrapolated = settings.atol, self._count
@@ -334,13 +374,11 @@ class _Screen:
     def _at_next_step(self, differences: Differences) -> Screening | None:
         """Goes on to another step size, or leaves a small problem to the exact engine, which costs no more."""
         problem = self._problem
-        measure = partial(self._differences, extrapolated=self._extrapolated)
-        if self._attempt == 0 and noise_varies(problem, self._settings, self._base, differences, measure):
+        if self._attempt == 0 and self._noise_varies(differences):
             return Screening(nondeterministic_func(problem, ALONG_DIRECTION))
-        if not self._selected and self._eps == self._settings.eps and 2 * problem.n + problem.m <= EXACT_CALLS:
+        if self._selected is None and self._eps == self._settings.eps and 2 * problem.n + problem.m <= EXACT_CALLS:
             return Screening(undecided=math.inf)
-        self._eps = next_step(self._settings, differences, self._base, self._pending)
-        self._attempt += 1
+        self._go_to_next_step(differences)
         return None
 
     def _one_by_one(self, differences: Differences) -> Screening:
@@ -357,24 +395,6 @@ class _Screen:
 
     def _verified(self, bound: float) -> Screening:
         return verified(self._settings, bound, self._unresolved)
-
-
-def noise_varies(
-    problem: Problem,
-    settings: Settings,
-    base: Tensor,
-    differences: Differences,
-    measure: Callable[[int | None], Differences],
-) -> bool:
-    """Like `func_varies`, but repeated differences never count as quiet; base: the outputs at x, shape (m,)."""
-    return func_varies(
-        settings,
-        differences.rounding * base.abs(),
-        differences,
-        measure,
-        is_quiet=lambda again: False,
-        values_move=lambda: values_vary(problem, settings, problem.evaluate(True), base),
-    )
 
 
 def verified(settings: Settings, bound: float, unresolved: float = 0.0) -> Screening:
@@ -427,15 +447,6 @@ def _one_hot(problem: Problem, settings: Settings, search: _Search, differences:
             return located_failure([found])
         search.doubtful[row] = largest(error)
     return failure
-
-
-def next_step(settings: Settings, differences: Differences, base: Tensor, pending: Tensor) -> float:
-    """A smaller step if any pending output is noisier than rounding explains; otherwise a larger one."""
-    rounding = differences.rounding * base.abs()
-    rough = ~(differences.noise <= 2 * rounding)[pending]
-    if bool(rough.any()) and differences.eps <= settings.eps:
-        return differences.eps * SMALLER
-    return max(differences.eps, settings.eps) * LARGER
 
 
 def _repeat_failure(

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from fastgrad.checks.sketch import (
-    LARGER,
-    MAX_DOUBTFUL,
-    MAX_SINGLE,
-    MAX_STEPS,
-    SMALL_BOUND,
-    SMALL_BOUND_STEPS,
-    Screening,
-    next_step,
-    noise_varies,
-)
+from fastgrad.checks.sketch import LARGER, MAX_DOUBTFUL, MAX_SINGLE, MAX_STEPS, Screening, StepSizes
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.blocks import REPEAT_SCALE
-from fastgrad.engines.plan import EXACT_CALLS, sketch_size
-from fastgrad.engines.sketch import Differences, contradicts, directional_differences, rounded_rows
+from fastgrad.engines.plan import EXACT_CALLS
+from fastgrad.engines.sketch import Differences, rounded_rows
 from fastgrad.problem.coordinates import block_with, restricted
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import Failure
@@ -63,7 +52,7 @@ def screen_forward(problem: Problem, settings: Settings, rows: Tensor | None = N
     return _ForwardScreen(problem, settings, rows).run()
 
 
-class _ForwardScreen:
+class _ForwardScreen(StepSizes):
     """Compares products at one step size after another, until all outputs are verified or something is wrong.
 
     If an output disagrees at one step size, but no wrong entry is found, the joint step may cross a kink. Another step
@@ -71,68 +60,55 @@ class _ForwardScreen:
     """
 
     def __init__(self, problem: Problem, settings: Settings, rows: Tensor | None) -> None:
-        self._problem, self._settings, self._rows = problem, settings, rows
-        self._count = sketch_size(settings.confidence)
-        self._pending = torch.ones(problem.m, dtype=torch.bool, device=problem.device) if rows is None else rows.clone()
-        self._smallest_bound = math.inf  # of the step sizes at which all selected rows were verified
-        self._suspected = torch.zeros(problem.m, dtype=torch.float64, device=problem.device)
-        # For each output, the size up to which errors may be hidden at the best step size so far.
-        self._hidden = torch.full_like(self._suspected, torch.inf)
+        super().__init__(problem, settings, rows)
+        self._suspected = torch.zeros_like(self._hidden)
         # The differences at `eps`, and the errors of the JVPs there.
         self._first: tuple[Differences, Tensor] | None = None
         # The JVP of the one-hot tangent of `combined_tangents`, which runs before all others.
         self._one_hot: Tensor | None = None
-        self._bound = settings.atol
-        self._unresolved = 0.0  # the largest possible error of an entry that no step resolved
         self._nonlinear = 0.0  # the error that may be hidden because jvp is linear only within its tolerance
 
     def run(self) -> Screening:
         """The verdict, after at most MAX_STEPS step sizes."""
         problem, settings = self._problem, self._settings
-        base, eps = problem.base(), settings.eps
-        for attempt in range(MAX_STEPS):
-            # First the fewest evaluations: usually enough if nothing is wrong.
-            extrapolated = self._count if attempt else 1
-            differences = self._differences(eps, attempt, extrapolated)
-            if attempt == 0 and not self._domains_match():
+        while self._attempt < MAX_STEPS:
+            is_first = self._attempt == 0
+            self._extrapolated = 1 if is_first else self._count
+            differences = self._differences(self._count, self._extrapolated)
+            if is_first and not self._domains_match():
                 return Screening(Failure("tangent dtype", mode="forward"))
             try:
                 tangents = problem.jvps_of(differences.directions)
             except Exception as error:  # a one-hot tangent did not raise
                 raise_unless_of_func(error)
                 return Screening(raised_for("a random tangent", error, "forward"))
-            failure = self._linearity_failure(differences, tangents) if attempt == 0 else None
-            if failure is None and attempt == 0 and bool((self._excess(differences, tangents) > 1).any()):
+            failure = self._linearity_failure(differences, tangents) if is_first else None
+            if failure is None and is_first and bool((self._excess(differences, tangents) > 1).any()):
                 allowed = self._allowed(differences, tangents)
                 failure = repeated_tangents_failure(problem, settings, differences.directions, (), tangents, allowed)
-                repeat = partial(self._differences, eps, attempt, 1)
-                tentative, extrapolated = differences, self._count  # enough evaluations to show that something is wrong
-                differences = self._differences(eps, attempt, extrapolated)
-                if contradicts(settings, base, tentative, differences, repeat):
+                tentative, self._extrapolated = differences, self._count  # enough to show that something is wrong
+                differences = self._differences(self._count, self._extrapolated)
+                if self._contradicts(tentative, differences):
                     failure = failure or nondeterministic_func(problem, ALONG_DIRECTION)
             failure = failure or self._compare(differences, tangents)
             if failure is not None:
                 return Screening(failure)
             if not bool(self._pending.any()):
                 self._smallest_bound = min(self._smallest_bound, self._bound)
-                if not self._tries_larger_step(attempt):
+                if self._unresolved or self._nonlinear or not self._tries_larger_step():
                     return self._verified()
-                self._bound, eps = settings.atol, eps * LARGER
+                assert self._selected is not None
+                self._pending, self._bound = self._selected.clone(), settings.atol
+                self._eps, self._attempt = self._eps * LARGER, self._attempt + 1
                 continue
             if math.isfinite(self._smallest_bound):
                 return self._verified()
-            again = partial(self._differences, eps, attempt, extrapolated)
-            if attempt == 0 and noise_varies(problem, settings, base, differences, again):
+            if is_first and self._noise_varies(differences):
                 return Screening(nondeterministic_func(problem, ALONG_DIRECTION))
-            if attempt == 0 and (self._nonlinear or 2 * problem.n + problem.m <= EXACT_CALLS):
+            if is_first and (self._nonlinear or 2 * problem.n + problem.m <= EXACT_CALLS):
                 break  # another step size shows nothing else, or the exact engine costs no more
-            eps = next_step(settings, differences, base, self._pending)
+            self._go_to_next_step(differences)
         return self._undecided(float(self._hidden[self._pending].amax()))
-
-    def _differences(self, eps: float, attempt: int, extrapolated: int, count: int | None = None) -> Differences:
-        """Differences along the first `count` directions; None: all."""
-        arguments = self._problem, self._settings, self._problem.base(), eps, count or self._count, attempt
-        return directional_differences(*arguments, extrapolated=extrapolated, in_parts=True)
 
     def _domains_match(self) -> bool:
         """Whether complex outputs have complex tangents and real outputs real ones, if that is checked."""
@@ -141,14 +117,6 @@ class _ForwardScreen:
             return True
         self._one_hot, match = problem.tangent_columns(settings.seed % problem.n, 1)
         return match or not settings.check_grad_dtypes
-
-    def _tries_larger_step(self, attempt: int) -> bool:
-        """Whether to check the selected rows again at a step at which rounding matters less; then they are pending."""
-        small = self._bound <= SMALL_BOUND * self._settings.atol
-        if self._rows is None or small or self._unresolved or self._nonlinear or attempt + 1 >= SMALL_BOUND_STEPS:
-            return False
-        self._pending = self._rows.clone()
-        return True
 
     def _verified(self) -> Screening:
         bound = self._smallest_bound
@@ -243,7 +211,7 @@ class _ForwardScreen:
     def _linearity_failure(self, differences: Differences, tangents: Tensor) -> Failure | None:
         """The failure if JVPs do not add up as those of a linear map do."""
         failure = self._combination_failure(differences.directions, tangents) or self._earlier_failure()
-        if failure is not None or self._rows is not None or len(self._problem.inputs) < 2:
+        if failure is not None or self._selected is not None or len(self._problem.inputs) < 2:
             return failure
         return self._inputs_failure(differences, tangents[0])
 
@@ -289,9 +257,9 @@ class _ForwardScreen:
     def _earlier_failure(self) -> Failure | None:
         """The failure if the JVP of a sum of earlier tangents, some of them one-hot, is not the sum of their JVPs."""
         summed = self._problem.unexplained_jvps
-        if summed is None or self._rows is None:
+        if summed is None or self._selected is None:
             return None
-        tangent, product, left_out = summed.tangent, summed.product, ~self._rows
+        tangent, product, left_out = summed.tangent, summed.product, ~self._selected
 
         def terms() -> Tensor:
             return torch.stack([-product, self._problem.jvp_coordinates(tangent)]).masked_fill_(left_out, 0.0)
