@@ -90,6 +90,11 @@ def take_calls(problem: Problem, backward: WholeBackward, calls: RepeatedCalls) 
         calls.run_first()
 
 
+@lru_cache(16)
+def _single_one(device: torch.device) -> Tensor:
+    return torch.ones(1, 1, dtype=torch.float64, device=device)
+
+
 def product_at_hand(
     problem: Problem | SmallProblem, settings: Settings, backward: WholeBackward
 ) -> tuple[Tensor, Tensor, int]:
@@ -101,7 +106,7 @@ def product_at_hand(
     if problem.m > 1:
         return cotangents, backward.products, GRAD_OUTPUT_KINDS.index(HALVED)
     only = next(part.rows for part in backward.parts if part.rows.shape[0])
-    return torch.ones(1, 1, dtype=torch.float64, device=problem.device), only, 0
+    return _single_one(problem.device), only, 0
 
 
 def same_afterwards(
