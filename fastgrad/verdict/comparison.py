@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.memory import Result
 from fastgrad.core.native import WholeBackward, ops
 from fastgrad.core.phases import phase
-from fastgrad.core.precision import excess, modulus, number_of
+from fastgrad.core.precision import modulus
 from fastgrad.core.tensors import element_index, element_number
 from fastgrad.problem.coordinates import Block, per_coordinate
 from fastgrad.problem.problem import Problem
@@ -41,6 +41,9 @@ outputs that differ: moving columns together would then save little."""
 
 FEW_PLACES = 8
 """Largest number of indices along a dimension that an extent lists one by one."""
+
+Elements = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Returns the elements to which rows and columns of entries in a block belong."""
 
 
 @dataclass(eq=False, repr=False)
@@ -168,8 +171,6 @@ class PairComparison:
     group_of: Callable[[Tensor], Tensor] | None = None
     entries: int = 0
     mismatches: int = 0
-    worst: Entry | None = None
-    worst_excess: float = -1.0
     largest_absolute: float = 0.0
     largest_relative: float = 0.0
     sums: list[float] = field(default_factory=lambda: [0.0] * 4)
@@ -221,33 +222,20 @@ class PairComparison:
         """Number of coordinates along a row of a block that make one entry."""
         return 2 if (self.output if self.mode == "forward" else self.input).is_complex else 1
 
-    def _take_in(self, analytical: Tensor, numerical: Tensor, elements: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-        """Adds a block; elements: returns the elements to which a row and a column of entries belong."""
-        forward, width = self.mode == "forward", self._width
-        along_rows, along_columns = (self.input, self.output) if forward else (self.output, self.input)
-        atol, rtol = self.tolerances.atol, self.tolerances.rtol
+    def _take_in(self, analytical: Tensor, numerical: Tensor, elements: Elements) -> None:
+        """Adds a block."""
+        atol, rtol, width = self.tolerances.atol, self.tolerances.rtol, self._width
         statistics = ops.compare(analytical, numerical, atol, rtol, width == 2, False).tolist()
-        mismatches, excess, row, column, absolute, relative, *sums = statistics
-        self.entries += analytical.shape[0] * (analytical.shape[1] // width)
+        mismatches, _, _, _, absolute, relative, *sums = statistics
+        self.entries += analytical.numel() // width
         self.largest_absolute = max(self.largest_absolute, absolute)
         self.largest_relative = max(self.largest_relative, relative)
-        if not mismatches:
-            return
-        self.mismatches += int(mismatches)
-        self.sums = [total + term for total, term in zip(self.sums, sums, strict=True)]
-        self._keep_failing(analytical, numerical, elements)
-        if self.worst is None or excess > self.worst_excess:
-            i, k = int(row), int(column)
-            a, n = (number_of(block[i, k * width : (k + 1) * width].tolist()) for block in (analytical, numerical))
-            self.worst_excess = excess
-            along_row, along_column = (int(element) for element in elements(i, k))
-            places = along_rows.element_index(along_row), along_columns.element_index(along_column)
-            output_index, input_index = reversed(places) if forward else places
-            self.worst = Entry(output_index, input_index, a, n, atol + rtol * modulus(n))
+        if mismatches:
+            self.mismatches += int(mismatches)
+            self.sums = [total + term for total, term in zip(self.sums, sums, strict=True)]
+            self._keep_failing(analytical, numerical, elements)
 
-    def _keep_failing(
-        self, analytical: Tensor, numerical: Tensor, elements: Callable[[Any, Any], tuple[Any, Any]]
-    ) -> None:
+    def _keep_failing(self, analytical: Tensor, numerical: Tensor, elements: Elements) -> None:
         """Keeps the entries of a block that differ: elements along rows and columns, and both values."""
         values = [_matrix(block, self._width) for block in (analytical, numerical)]
         differing = self._differ(*values)
@@ -337,9 +325,6 @@ class PairComparison:
             if math.isfinite(modulus(value)):
                 self.largest_absolute = max(self.largest_absolute, modulus(value))
             self.unspecified.append(entry)
-            ratio = excess(entry.difference, entry.allowed)
-            if self.worst is None or not ratio <= self.worst_excess:
-                self.worst, self.worst_excess = entry, ratio
 
     def sample(self) -> Sample | None:
         """All entries of a sparse Jacobian, right and wrong ones; None for a dense one, whose blocks are not kept."""
@@ -354,18 +339,14 @@ class PairComparison:
         shapes = tuple(self.output.tensor.shape), tuple(self.input.tensor.shape)
         return Sample(*shapes, rows.cpu(), columns.cpu(), found, wanted, self._differ(found, wanted))
 
-    def result(self) -> Comparison:
-        """The comparison so far, as data."""
-        worst: tuple[Entry, ...] = ()
-        if self.failing:
-            suspects = self.suspects("all")
-            worst = tuple(suspects.entry(which) for which in range(min(MAX_WORST, len(suspects.inputs))))
+    def result(self, worst: Entry, worst_entries: tuple[Entry, ...], unclear: int) -> Comparison:
+        """The comparison so far, as data; the parameters are fields of `Comparison`."""
         sum_analytical, sum_numerical, re, im = self.sums
         analytical, numerical = self.matrices or (None, None)
         return Comparison(
             entries=entry_count(self.output, self.input) if self._is_partial else self.entries,
             mismatches=self.mismatches,
-            worst=self.worst,
+            worst=worst,
             largest_absolute=self.largest_absolute,
             largest_relative=self.largest_relative,
             sum_analytical=sum_analytical,
@@ -373,10 +354,11 @@ class PairComparison:
             sum_product=complex(re, im),
             analytical=analytical,
             numerical=numerical,
-            worst_entries=worst,
+            worst_entries=worst_entries,
             extent=self._extent() if self.mismatches else None,
             on_pattern=self.on_pattern,
             exhaustive=not self.unspecified and not self._is_partial,  # only one unspecified entry per block is kept
+            unclear=unclear,
         )
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -54,14 +53,14 @@ class Found(NamedTuple):
     part: Part
     mode: Mode
     row: int
-    columns: tuple[int, ...]
+    columns: list[int]
     errors: list[float]
     remeasured: RemeasuredEntry | None
     unresolved: float = 0.0
 
     def along(self, vectors: Tensor) -> Tensor:
         """The entry's contribution to (J_num - J_ana) u in its row: float64, shape (...) for u of shape (..., n)."""
-        return vectors[..., list(self.columns)] @ vectors.new_tensor(self.errors)
+        return vectors[..., self.columns] @ vectors.new_tensor(self.errors)
 
 
 def entry_in_row(
@@ -115,16 +114,13 @@ def entry_at(problem: Problem, settings: Settings, row: int, column: int, gradie
     # A complex element has two coordinates. In reverse mode, those of an input make one complex entry, and those of an
     # output are two parts that are checked separately. In forward mode, inputs and outputs change roles.
     mode: Mode = "forward" if gradient is None else "reverse"
-    part = block.part_at(column) if gradient is None else output.part_at(row)
-    rows: tuple[int, ...] = (row,)
-    columns: tuple[int, ...] = (column,)
-    if gradient is not None:
-        columns = _element_coordinates(block, column)
-        analytical = [gradient[j].item() for j in columns]
-    else:
-        rows = _element_coordinates(output, row)
+    if gradient is None:
+        part, rows, columns = block.part_at(column), _element_coordinates(output, row), [column]
         tangents, _ = problem.tangent_columns(column, 1)
         analytical = [tangents[0, i].item() for i in rows]
+    else:
+        part, rows, columns = output.part_at(row), [row], _element_coordinates(block, column)
+        analytical = [gradient[j].item() for j in columns]
     differences = [problem.difference_columns(j, 1, settings.eps, True)[0] for j in columns]
     numerical = [difference[i].item() for difference in differences for i in rows]
     wanted, got = (complex(*values) for values in (numerical, analytical))
@@ -140,11 +136,10 @@ def entry_at(problem: Problem, settings: Settings, row: int, column: int, gradie
     return Found(output, block, part, mode, rows[0], columns, errors, remeasured, unresolved)
 
 
-def _element_coordinates(block: Block, coordinate: int) -> tuple[int, ...]:
+def _element_coordinates(block: Block, coordinate: int) -> list[int]:
     """All coordinates of the element that a coordinate belongs to."""
-    width = block.width
-    first = coordinate - (coordinate - block.first) % width
-    return tuple(range(first, first + width))
+    first = coordinate - (coordinate - block.first) % block.width
+    return list(range(first, first + block.width))
 
 
 def located_failure(found: list[Found]) -> Failure:
@@ -305,7 +300,7 @@ def entries_failure(
         remeasured, _, off = _first_confirmed(problem, True, settings.eps, suspects, groups[own])
         unresolved = max(unresolved, off)
         if remeasured is not None:
-            return located_failure([Found(output, block, "all", "reverse", 0, (), [], remeasured)]), unresolved
+            return located_failure([Found(output, block, "all", "reverse", 0, [], [], remeasured)]), unresolved
     return None, unresolved
 
 
@@ -373,9 +368,7 @@ def _with_worst(
     remeasured, worst: the results of `_worst_remeasured`, if any.
     """
     unspecified = sorted(pair.unspecified, key=_excess, reverse=True)
-    first = unspecified[0] if remeasured is None else remeasured.entry
-    if unspecified and _excess(unspecified[0]) > _excess(first):
-        first = unspecified[0]
+    first = max(unspecified if remeasured is None else [remeasured.entry, *unspecified], key=_excess)
     unclear = pair.mismatches - len(unspecified)
     if remeasured is not None:
         unclear -= 1 + len(remeasured.others)
@@ -384,7 +377,7 @@ def _with_worst(
             unclear = min(0 if remeasured.numerical_issue else pair.within(noise, rounding), unclear)
     if unspecified:
         worst = tuple(sorted([*worst, *unspecified], key=_excess, reverse=True)[:MAX_WORST])
-    return replace(pair.result(), worst=first, worst_entries=worst, unclear=unclear)
+    return pair.result(first, worst, unclear)
 
 
 def unspecified_failure(problem: Problem, settings: Settings, vector: Tensor) -> Failure | None:
