@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,7 +62,6 @@ LARGEST_MEASURED = 0.5
 roundoff. If more than half of the digits change, this is not rounding: the backward is not linear."""
 
 
-@lru_cache(8)
 def linearity_certificate(claim: str, kinds: tuple[GradOutputKind, ...], bound: float) -> Certificate:
     """The certificate of a test with grad_outputs v of some kinds, in which v^T J was equal to the VJP of v."""
     names = ", ".join(kind.short for kind in kinds)
@@ -230,11 +229,11 @@ class LinearityTest:
     def failure(self) -> Failure | None:
         """Compares v^T J with the VJPs, coordinate by coordinate, after all rows were added."""
         try:
-            gradients = self.gradients()
+            self.gradients()
         except Exception as error:
             raise_unless_of_func(error)
             return self._raised(error)
-        failure = self._nonlinear(gradients) or self._movement(gradients)
+        failure = self._nonlinear() or self._movement()
         if failure is not None or largest(self._error) <= self._settings.atol:
             return failure
         return negation_failure(self._problem, self._settings, "reverse", self.cotangents[0])
@@ -266,7 +265,7 @@ class LinearityTest:
         error = (gradients - self._sums).abs_()
         found = ~(error <= allowed) & self._sums.isfinite()
         if bool(found.any()):
-            allowed = torch.maximum(allowed, self._measured_rounding(gradients))
+            allowed = torch.maximum(allowed, self._measured_rounding())
             found = ~(error <= allowed) & self._sums.isfinite()
         self.resolution = float(allowed.amax()) if allowed.numel() else 0.0
         which, column = found.nonzero(as_tuple=True)
@@ -281,36 +280,35 @@ class LinearityTest:
         """Updates v^T J after a row of J changed; change: float64, shape (n,)."""
         self._sums.addr_(self.cotangents[:, row], change)
 
-    def _measured_rounding(self, gradients: Tensor) -> Tensor:
+    def _measured_rounding(self) -> Tensor:
         """Rounding of the VJPs or, if larger, their allowed difference from run to run: float64, shape (kinds, n)."""
-        rounding = measured_rounding(self._vjps, gradients, self._term_sizes, self._problem.unit_roundoff)
-        return torch.maximum(rounding, self._allowed_variation(gradients)) if self._settings.nondet_tol else rounding
+        rounding = measured_rounding(self._vjps, self.gradients(), self._term_sizes, self._problem.unit_roundoff)
+        return torch.maximum(rounding, self._allowed_variation()) if self._settings.nondet_tol else rounding
 
     @property
     def _term_sizes(self) -> Tensor:
         return term_sizes(self._squares, self._sums)
 
-    def _allowed_variation(self, gradients: Tensor) -> Tensor:
+    def _allowed_variation(self) -> Tensor:
         """Allowed error of VJPs that may vary from run to run: float64, shape (kinds, n)."""
-        moved = torch.zeros_like(gradients)
+        moved = torch.zeros_like(self.gradients())
         for _ in range(RERUNS):
-            moved = torch.maximum(moved, (self._vjps() - gradients).abs_())
+            moved = torch.maximum(moved, (self._vjps() - self.gradients()).abs_())
         at_most = self._settings.nondet_tol * self.cotangents.abs().sum(1, keepdim=True)
         return torch.minimum(moved * MEASURED, at_most)
 
-    def _nonlinear(self, gradients: Tensor) -> Failure | None:
+    def _nonlinear(self) -> Failure | None:
         atol, rtol = tolerances(self._problem, self._settings)
         rtol = rtol + ROUNDING * self._problem.unit_roundoff
-        measured = partial(self._allowed_variation, gradients)
-        sums = self._sums, self._squares
-        found = disagreement(self.cotangents, gradients, *sums, self._settings, atol, rtol, measured)
+        products = self.cotangents, self.gradients(), self._sums, self._squares
+        found = disagreement(*products, self._settings, atol, rtol, self._allowed_variation)
         if found is None:
             return None
         which, component, allowed = found
         again = self._vjps()[which, component]
         if bool((again - self._sums[which, component]).abs() <= allowed[which, component]):
             return nondeterministic(self._problem.outputs[0])  # the VJP was wrong on the first graph, or in one call
-        return self._diagnosed(which, component, gradients, allowed)
+        return self._diagnosed(which, component, allowed)
 
     def _vjps(self, scale: float = 1.0, first_graph: bool = False) -> Tensor:
         """The VJPs; first_graph: whether the last one is run on the first graph, which later calls may have changed."""
@@ -338,13 +336,13 @@ class LinearityTest:
                 return raised_for(kind.text, again)
         raise error
 
-    def _movement(self, gradients: Tensor) -> Failure | None:
+    def _movement(self) -> Failure | None:
         """Tests whether rows that were run only once are deterministic, by repeated VJPs of the same cotangents.
 
         If the VJPs are equal bit for bit, the rows are assumed to be deterministic. If not, sums may have been added up
         in another order although no single row differs. Only running all rows twice can decide this.
         """
-        unit, m = ROUNDING * self._problem.unit_roundoff, self._problem.m
+        unit, m, gradients = ROUNDING * self._problem.unit_roundoff, self._problem.m, self.gradients()
         if differ(gradients, self._sums, unit * m**0.5 * largest(self._sums), False):
             self._variation = max(self._variation, *(variation_between(self._vjps(), gradients) for _ in range(RERUNS)))
         if not self._variation:
@@ -356,8 +354,8 @@ class LinearityTest:
             return nondeterministic(self._problem.outputs[0])
         return failure
 
-    def _diagnosed(self, which: int, coordinate: int, gradients: Tensor, allowed: Tensor) -> Failure:
-        block = block_with(self._problem.inputs, coordinate)
+    def _diagnosed(self, which: int, coordinate: int, allowed: Tensor) -> Failure:
+        block, gradients = block_with(self._problem.inputs, coordinate), self.gradients()
         if differ(self._vjp(which), gradients[which : which + 1], self._settings.nondet_tol, False):
             return Failure.at("nondeterministic", input=block)
         text = self._kinds[which].text
