@@ -58,51 +58,6 @@ class Budget(NamedTuple):
     aligning_calls: int = 0
 
 
-class ProbedEvaluations:
-    """The evaluations of a search for a pattern, whose weighted sum is compared with a VJP.
-
-    No other test compares these evaluations with entries. The sum and the VJP may differ because of curvature, a wrong
-    gradient, or a func that returned other values once. If they differ, all evaluations and the VJP are repeated: only
-    in the last case do the values change.
-    """
-
-    def __init__(self, problem: Problem, steps: Tensor, look: FirstLook) -> None:
-        self._problem, self._steps, self._look = problem, steps, look
-        self._step, self._change = torch.zeros_like(steps), torch.zeros_like(look.base)
-        self._seen: list[tuple[bytes, int]] = []
-
-    def values(self, moved: Mask) -> Tensor:
-        """The outputs with some coordinates moved: float64, shape (m,); their change is added to the sum."""
-        displacement = self._displacement(moved)
-        values = self._problem.evaluate(self._look.record_graph, displacement)
-        weight = 1.0 - 0.5 / (1 + len(self._seen))  # the weights are unequal, so that opposite changes do not cancel
-        self._step += weight * displacement
-        self._change += weight * (values - self._look.base)
-        self._seen.append((np.packbits(moved).tobytes(), checksum(values)))
-        return values
-
-    def change_when_repeated(self, vjp: Callable[[Tensor], Tensor], cotangent: Tensor, tolerance: float) -> bool:
-        """Whether func or the VJP gives other values when run again; tolerance: that of an entry of the Jacobian."""
-        if not self._seen or self._explains(vjp(cotangent[None])[0], cotangent, tolerance):
-            return False
-        for packed, digest in self._seen:
-            moved = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._problem.n).astype(bool)
-            if checksum(self._problem.evaluate(self._look.record_graph, self._displacement(moved))) != digest:
-                return True
-        return self._explains(vjp(cotangent[None])[0], cotangent, tolerance)
-
-    def _explains(self, gradient: Tensor, cotangent: Tensor, tolerance: float) -> bool:
-        change, expected = float(cotangent @ self._change), gradient * self._step
-        size = float(torch.linalg.vector_norm(expected))
-        step = float(torch.linalg.vector_norm(self._step))
-        noise = ROUNDING * self._problem.unit_roundoff * largest(self._look.base) * self._problem.m**0.5
-        allowed = sparsity.CURVED * size + tolerance * step + noise * len(self._seen)
-        return bool(abs(change - float(expected.sum())) <= allowed)
-
-    def _displacement(self, moved: Mask) -> Tensor:
-        return torch.where(torch.from_numpy(moved).to(self._problem.device), self._steps, 0.0)
-
-
 class Detection(ABC):
     """Patterns of a matrix. A subclass defines which rows react to selected columns, and which columns to rows."""
 
@@ -208,7 +163,10 @@ class Detection(ABC):
 
 
 class ProblemPatterns(Detection):
-    """Patterns of a problem's Jacobian: a product with columns is an evaluation, a product with rows is a VJP."""
+    """Patterns of a problem's Jacobian: a product with columns is an evaluation, a product with rows is a VJP.
+
+    No other test compares the evaluations with entries. So `repeat_suspects` compares their weighted sum with a VJP.
+    """
 
     def __init__(
         self,
@@ -226,8 +184,8 @@ class ProblemPatterns(Detection):
         self._look = look
         assert look.reacted is not None  # guesses are tested by the first look; without it, none can be rejected
         self._reacted = look.reacted
-        self._probes_columns = False
         self._base = look.base.view(torch.int64)
+        self._seen: list[tuple[bytes, int]] = []  # of each evaluation: the columns that were moved, and the checksum
 
     def _guesses(self) -> Iterator[Pattern | None]:
         yield sparsity.guess_pointwise(*self._blocks)
@@ -310,26 +268,56 @@ class ProblemPatterns(Detection):
         return self._problem.displacement(u.to(self._problem.device), self._settings.eps)
 
     @cached_property
-    def _probed(self) -> ProbedEvaluations:
-        return ProbedEvaluations(self._problem, self._steps, self._look)
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        """Weighted sums over all evaluations: of the displacements, and of the changes of the outputs."""
+        return torch.zeros_like(self._steps), torch.zeros_like(self._look.base)
 
     def repeat_suspects(self) -> None:
         """Repeats the evaluations of detection if a VJP does not explain their sum; notes if func's values change."""
-        if not self._probes_columns:
+        if not self._seen:
             return
         # A backward may accept only one-hot cotangents, or func may raise: other checks report this.
-        repeat = partial(self._probed.change_when_repeated, self._vjp, self._cotangent, self._settings.atol)
-        if unless_rejected(repeat):
+        if unless_rejected(self._changes_when_repeated):
             self._problem.irreproducible.append("while a sparsity pattern was sought")
+
+    def _changes_when_repeated(self) -> bool:
+        """Whether the evaluations, or the VJP that should explain their sum, give other values when run again.
+
+        The sum and the VJP may differ because of curvature, a wrong gradient, or a func that returned other values
+        once. Only in the last case do the values change.
+        """
+        if self._vjp_explains_sum():
+            return False
+        for packed, digest in self._seen:
+            moved = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._problem.n).astype(bool)
+            if checksum(self._problem.evaluate(self._look.record_graph, self._displacement(moved))) != digest:
+                return True
+        return self._vjp_explains_sum()
+
+    def _vjp_explains_sum(self) -> bool:
+        gradient, (step, change) = self._vjp(self._cotangent[None])[0], self._sums
+        expected, actual = gradient * step, float(self._cotangent @ change)
+        noise = ROUNDING * self._problem.unit_roundoff * largest(self._look.base) * self._problem.m**0.5
+        size, length = (float(torch.linalg.vector_norm(vector)) for vector in (expected, step))
+        allowed = sparsity.CURVED * size + self._settings.atol * length + noise * len(self._seen)
+        return bool(abs(actual - float(expected.sum())) <= allowed)
+
+    def _displacement(self, moved: Mask) -> Tensor:
+        return torch.where(torch.from_numpy(moved).to(self._problem.device), self._steps, 0.0)
 
     @cached_property
     def _cotangent(self) -> Tensor:
         return direction(self._problem.m, self._settings.seed, PROBE_COTANGENT).to(self._problem.device)
 
     def _reacting_outputs(self, moved: Mask) -> Mask:
-        self._probes_columns = True
-        values = self._probed.values(moved).view(torch.int64)
-        reacting: Mask = (values != self._base).cpu().numpy()
+        displacement = self._displacement(moved)
+        values = self._problem.evaluate(self._look.record_graph, displacement)
+        weight = 1.0 - 0.5 / (1 + len(self._seen))  # the weights are unequal, so that opposite changes do not cancel
+        step, change = self._sums
+        step += weight * displacement
+        change += weight * (values - self._look.base)
+        self._seen.append((np.packbits(moved).tobytes(), checksum(values)))
+        reacting: Mask = (values.view(torch.int64) != self._base).cpu().numpy()
         return reacting
 
     def _reacting_inputs(self, chosen: Mask) -> Mask:
