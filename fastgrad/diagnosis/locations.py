@@ -91,12 +91,42 @@ class _JudgedElements(Elements):
     """
 
     side: Side
+    name: str
     bad: Tensor
     excess: Tensor
     mixing: frozenset[int] | None
     share: float
     entries: tuple[int, int]
     is_complete: bool
+
+    def rule(
+        self,
+        name: CauseName,
+        where: str,
+        tried: int,
+        base: float,
+        covers: Covers,
+        edges: tuple[Covers, ...] = (),
+        max_chance: float = CHANCE,
+    ) -> Rule | None:
+        """A rule for positions; None unless it covers all wrong and no right elements, or if chance may explain it.
+
+        where: completes "derivatives are wrong only". tried: the number of rules of this kind; max_chance: the largest
+        probability that one of them fits by chance, with which the rule is still returned if all elements are known;
+        base: its confidence if the probability is zero.
+        """
+        bad, total = int(self.bad.sum()), self.bad.numel()
+        chance = tried * _chance(bad, total)
+        if not torch.equal(covers(self), self.bad) or chance > (max_chance if self.is_complete else CHANCE_IN_SAMPLE):
+            return None
+        wrong = {1: "the only element", 2: "both elements"}.get(bad, f"all {bad:,} elements")
+        sampled = "" if self.is_complete else " in the sample"
+        others = "not of the other one" if total - bad == 1 else f"of none of the {total - bad:,} others"
+        measure = f"true of {wrong} with wrong entries, and {others}{sampled}"
+        # If each input element belongs to one output element, prefer the rule for the input.
+        confidence = base * (1 - chance) - (0.0 if self.side == "input" else 0.01)
+        cause = Cause(name, f"derivatives are wrong only {where}", measure, confidence)
+        return Rule(cause, self.side, covers, None if self.is_complete else self.elements, chance, edges)
 
 
 def _chance(chosen: int, total: int) -> float:
@@ -107,7 +137,7 @@ def _chance(chosen: int, total: int) -> float:
     return math.exp(math.lgamma(chosen + 1) + math.lgamma(total - chosen + 1) - math.lgamma(total + 1))
 
 
-def _places(sample: Sample, side: Side, settings: Tolerances) -> _JudgedElements | None:
+def _places(sample: Sample, side: Side, name: str, settings: Tolerances) -> _JudgedElements | None:
     elements, values, shape = (
         (sample.inputs, sample.input_values, sample.input_shape)
         if side == "input"
@@ -132,7 +162,7 @@ def _places(sample: Sample, side: Side, settings: Tolerances) -> _JudgedElements
     of_entries = error.nan_to_num(math.inf)[counted]
     excess = of_entries.new_zeros(unique.numel()).scatter_reduce(0, number, of_entries, "amax")
     mixing, share = _mixing(sample, nonzero), entries[0] / of_bad
-    return _JudgedElements(shape, unique, values, side, bad, excess, mixing, share, entries, sample.complete)
+    return _JudgedElements(shape, unique, values, side, name, bad, excess, mixing, share, entries, sample.complete)
 
 
 def _mixing(sample: Sample, nonzero: Tensor) -> frozenset[int] | None:
@@ -173,29 +203,25 @@ def place_causes(
 
 def place_rules(sample: Sample, names: tuple[str, str], settings: Tolerances) -> list[Rule]:
     """Rules for the positions of wrong entries, in the output and the input."""
-    both: tuple[Side, Side] = ("input", "output")
-    sides = [_places(sample, side, settings) for side in both]
+    sides = _places(sample, "input", names[0], settings), _places(sample, "output", names[1], settings)
     most = max((places.share for places in sides if places is not None), default=0.0)
-    found: list[Rule] = []
-    for places, name in zip(sides, names, strict=True):
+    found: list[Rule | None] = []
+    for places in sides:
         # If few entries of the wrong elements on this side are wrong, but most on the other side, this side is not the
         # reason.
-        if places is None or places.share < most / 2:
-            continue
-        # If each input element belongs to one output element, prefer the rule for the input.
-        less = 0.0 if places.side == "input" else 0.01
-        element = _element(places, name)
-        if element is not None:
-            found.append(element)
-        others = [find(places, name) for find in (_ends, _slice, _triangle, _region)]
-        for rule in (*_tails(places, name), *others):
-            if rule is not None:
-                cause = replace(rule.cause, confidence=rule.cause.confidence - less)
-                found.append(replace(rule, cause=cause))
-    return found
+        if places is not None and places.share >= most / 2:
+            found += (
+                _element(places),
+                *_tails(places),
+                _ends(places),
+                _slice(places),
+                _triangle(places),
+                _region(places),
+            )
+    return [rule for rule in found if rule is not None]
 
 
-def _element(places: _JudgedElements, name: str) -> Rule | None:
+def _element(places: _JudgedElements) -> Rule | None:
     """The rule if all entries of a single element are wrong, and no others; None unless chance is unlikely."""
     wrong, total = places.entries
     if int(places.bad.sum()) != 1 or wrong < 3 or places.share < 1:
@@ -203,20 +229,16 @@ def _element(places: _JudgedElements, name: str) -> Rule | None:
     element = places.elements[places.bad]
     spot = ", ".join(map(str, places.index[places.bad][0].tolist()))
     chance = places.bad.numel() * _chance(wrong, total)
-    text = f"derivatives are wrong only in {name}[{spot}]"
     sampled = "" if places.is_complete else "sampled "
     measure = f"all {wrong:,} {sampled}entries of this element are wrong, and none of the other {total - wrong:,}"
     if chance > CHANCE:
         return None
-    cause = Cause("slice", text, measure, 0.95 * (1 - chance))
-    return _of(places, cause, lambda some: some.elements == element, chance)
+    cause = Cause("slice", f"derivatives are wrong only in {places.name}[{spot}]", measure, 0.95 * (1 - chance))
+    sample = None if places.is_complete else places.elements
+    return Rule(cause, places.side, lambda some: some.elements == element, sample, chance)
 
 
-def _of(places: _JudgedElements, cause: Cause, covers: Covers, chance: float, edges: tuple[Covers, ...] = ()) -> Rule:
-    return Rule(cause, places.side, covers, None if places.is_complete else places.elements, chance, edges)
-
-
-def _triangle(places: _JudgedElements, name: str) -> Rule | None:
+def _triangle(places: _JudgedElements) -> Rule | None:
     """A rule for elements that are wrong only above, below, on or off the diagonal of the last two dimensions."""
     if places.index.shape[1] < 2:
         return None
@@ -229,59 +251,29 @@ def _triangle(places: _JudgedElements, name: str) -> Rule | None:
         ("on the diagonal", lambda some: some.index[:, -2] == some.index[:, -1]),
         ("off the diagonal", lambda some: some.index[:, -2] != some.index[:, -1]),
     )
-    end = f"of the last two dimensions of {name}; look for a mask, tril() or triu()"
-    texts = ((f"derivatives are wrong only {where} {end}", covers) for where, covers in parts)
-    rules = (_rule("triangle", text, places, len(parts), 0.93, covers) for text, covers in texts)
+    end = f"of the last two dimensions of {places.name}; look for a mask, tril() or triu()"
+    rules = (places.rule("triangle", f"{where} {end}", len(parts), 0.93, covers) for where, covers in parts)
     return next(filter(None, rules), None)
 
 
-def _rule(
-    name: CauseName,
-    text: str,
-    places: _JudgedElements,
-    tried: int,
-    base: float,
-    covers: Covers,
-    edges: tuple[Covers, ...] = (),
-    max_chance: float = CHANCE,
-) -> Rule | None:
-    """A rule for positions; None unless it covers all wrong and no right elements, or if chance may explain it.
-
-    tried: the number of rules of this kind; max_chance: the largest probability that one of them fits by chance, with
-    which the rule is still returned if all elements are known; base: its confidence if the probability is zero.
-    """
-    bad, total = int(places.bad.sum()), places.bad.numel()
-    chance = tried * _chance(bad, total)
-    if not torch.equal(covers(places), places.bad) or chance > (max_chance if places.is_complete else CHANCE_IN_SAMPLE):
-        return None
-    wrong = {1: "the only element", 2: "both elements"}.get(bad, f"all {bad:,} elements")
-    sampled = "" if places.is_complete else " in the sample"
-    others = "not of the other one" if total - bad == 1 else f"of none of the {total - bad:,} others"
-    measure = f"true of {wrong} with wrong entries, and {others}{sampled}"
-    return _of(places, Cause(name, text, measure, base * (1 - chance)), covers, chance, edges)
-
-
-def _tails(places: _JudgedElements, name: str) -> list[Rule | None]:
+def _tails(places: _JudgedElements) -> list[Rule | None]:
     """Rules for elements that are wrong from a multiple of a block size on: along some dimensions, or in memory.
 
     There is at most one if all elements are known; a sample may fit several block sizes.
     """
     index, bad = places.index, places.bad
     total = math.prod(places.shape)
-    bounds = [(f"dimension {dim} of {name}", _along(dim), size) for dim, size in enumerate(places.shape)]
+    bounds = [(f"dimension {dim} of {places.name}", _along(dim), size) for dim, size in enumerate(places.shape)]
     if len(places.shape) > 1:
-        bounds.append((f"the elements of {name} in memory", lambda some: some.elements, total))
+        bounds.append((f"the elements of {places.name} in memory", lambda some: some.elements, total))
     for what, number, size in bounds:
         along = number(places)
         blocks = _tail_blocks(int(along[~bad].max()), int(along[bad].min()), size)
         rules = []
         for start, block in blocks.items():
-            text = (
-                f"derivatives are wrong only in the last tile: from index {start}, a multiple of {block}, to the end "
-                f"of {what} (size {size})"
-            )
+            where = f"in the last tile: from index {start}, a multiple of {block}, to the end of {what} (size {size})"
             base, covers, edge = 0.94 if block >= 8 else 0.88, _where(number, ">=", start), _where(number, "==", start)
-            rules.append(_rule("last tile", text, places, 2, base, covers, (edge,)))
+            rules.append(places.rule("last tile", where, 2, base, covers, (edge,)))
         if rules:
             return rules[:1] if places.is_complete else rules
     # The elements are right in a box that begins at the first element, and nowhere else.
@@ -294,12 +286,10 @@ def _tails(places: _JudgedElements, name: str) -> list[Rule | None]:
     if len(found) < 2 or None in found:
         return []
     multiples = " and ".join(str(block) for block in sorted({block for block in found if block}))
-    text = (
-        "derivatives are wrong only in the last tiles: they are right up to the last multiples of "
-        f"{multiples} along the dimensions of {name}"
-    )
+    limits = f"the last multiples of {multiples} along the dimensions of {places.name}"
     edges = tuple(_where(_along(dim), "==", start) for dim, start in cut.items())
-    return [_rule("last tile", text, places, 2, 0.93, lambda some: (some.index > ends).any(1), edges)]
+    where = f"in the last tiles: they are right up to {limits}"
+    return [places.rule("last tile", where, 2, 0.93, lambda some: (some.index > ends).any(1), edges)]
 
 
 def _along(dim: int) -> Numbers:
@@ -318,7 +308,7 @@ def _tail_blocks(last_right: int, first_wrong: int, size: int) -> dict[int, int]
     return found
 
 
-def _ends(places: _JudgedElements, name: str) -> Rule | None:
+def _ends(places: _JudgedElements) -> Rule | None:
     """A rule for elements that are wrong only at the first or last indices along a dimension, or at all borders."""
     index, bad = places.index, places.bad
     for dim, size in enumerate(places.shape):
@@ -331,48 +321,42 @@ def _ends(places: _JudgedElements, name: str) -> Rule | None:
             continue
         if first and last and not (bool((wrong < low).any()) and bool((wrong > high).any())):
             continue  # the elements at one of the ends have no entries
-        where = " and ".join(
-            [f"the first {_several(first)}"] * bool(first) + [f"the last {_several(last)}"] * bool(last)
+        ends = " and ".join(
+            f"the {which} {'position' if count == 1 else f'{count} positions'}"
+            for which, count in (("first", first), ("last", last))
+            if count
         )
         hint, most_chance = (_HALO, CHANCE_OF_HALO) if dim in (places.mixing or ()) else ("", CHANCE)
-        text = f"derivatives are wrong only at {where} along dimension {dim} of {name}{hint}"
         if first and last:
             base = 0.93
         elif first + last > 1 or len(places.shape) == 1:
             base = 0.9
         else:  # a single wrong row may be the first or last one by chance
             base = 0.91 if (dim >= 2 if places.mixing is None else dim in places.mixing) else 0.7
-        covers, edges = _outside(low, high, [dim]), _edges([(dim, low, high)], places.shape)
-        return _rule("boundary", text, places, 2, base, covers, edges, most_chance)
+        where = f"at {ends} along dimension {dim} of {places.name}{hint}"
+        return places.rule("boundary", where, 2, base, *_outside([(dim, low, high)], places.shape), most_chance)
     right = index[~bad]
     if right.numel() and len(places.shape) > 1:
         low_corner, high_corner = right.amin(0), right.amax(0)
         within = ((index[bad] >= low_corner) & (index[bad] <= high_corner)).all(1)
-        sizes, dims = torch.tensor(places.shape, device="cpu"), list(range(len(places.shape)))
+        sizes = torch.tensor(places.shape, device="cpu")
         margins = torch.maximum(low_corner, sizes - 1 - high_corner)
         if not bool(within.any()) and int((margins > 0).sum()) > 1 and bool((margins <= sizes // 3).all()):
-            text = f"derivatives are wrong only along the borders of {name}{_HALO if places.mixing else ''}"
-            covers = _outside(low_corner, high_corner, dims)
-            edges = _edges(list(zip(dims, low_corner.tolist(), high_corner.tolist(), strict=True)), places.shape)
-            return _rule("boundary", text, places, 2, 0.93, covers, edges)
+            where = f"along the borders of {places.name}{_HALO if places.mixing else ''}"
+            ranges = list(zip(range(len(places.shape)), low_corner.tolist(), high_corner.tolist(), strict=True))
+            return places.rule("boundary", where, 2, 0.93, *_outside(ranges, places.shape))
     return None
 
 
-def _edges(inside: list[tuple[int, int, int]], shape: tuple[int, ...]) -> tuple[Covers, ...]:
-    """The edges of a rule for elements outside of some ranges: dimension, first and last index inside."""
+def _outside(inside: list[tuple[int, int, int]], shape: tuple[int, ...]) -> tuple[Covers, tuple[Covers, ...]]:
+    """The elements outside of some ranges, and the edges of such a rule; inside: dimension, first and last index."""
     bounds = [(dim, index) for dim, low, high in inside for index in (low - 1, high + 1) if 0 <= index < shape[dim]]
-    return tuple(_where(_along(dim), "==", index) for dim, index in bounds)
+    dims, low, high = (torch.tensor(numbers, device="cpu") for numbers in zip(*inside, strict=True))
+    edges = tuple(_where(_along(dim), "==", index) for dim, index in bounds)
+    return lambda some: ((some.index[:, dims] < low) | (some.index[:, dims] > high)).any(1), edges
 
 
-def _outside(low: Tensor | int, high: Tensor | int, dims: list[int]) -> Covers:
-    return lambda some: ((some.index[:, dims] < low) | (some.index[:, dims] > high)).any(1)
-
-
-def _several(count: int) -> str:
-    return "position" if count == 1 else f"{count} positions"
-
-
-def _slice(places: _JudgedElements, name: str) -> Rule | None:
+def _slice(places: _JudgedElements) -> Rule | None:
     """A rule for elements that are wrong at only one index along a dimension, or along several dimensions."""
     index, bad = places.index, places.bad
     if int(bad.sum()) < 2 and places.bad.numel() < 2 * sum(places.shape):
@@ -389,7 +373,7 @@ def _slice(places: _JudgedElements, name: str) -> Rule | None:
             if bool((covers(places) & ~bad).any()):
                 continue
             spot = ", ".join(str(int(wrong[0, dim])) if dim in dims else ":" for dim in range(len(places.shape)))
-            return _rule("slice", f"derivatives are wrong only in {name}[{spot}]", places, rules**count, 0.9, covers)
+            return places.rule("slice", f"in {places.name}[{spot}]", rules**count, 0.9, covers)
     return None
 
 
@@ -397,17 +381,20 @@ def _at(dims: list[int], index: Tensor) -> Covers:
     return lambda some: (some.index[:, dims] == index).all(1)
 
 
-def _region(places: _JudgedElements, name: str) -> Rule | None:
+def _region(places: _JudgedElements) -> Rule | None:
     """A rule for elements that are wrong only if their values are on one side of a threshold, or between two."""
     values, bad = places.values, places.bad
     if values is None or values.is_complex() or not bool(values.isfinite().all()):
         return None
     if not float(places.excess[~bad].max()) <= min(0.1, float(places.excess[bad].min()) / JUMP):
         return None  # no gap between right and wrong elements: the formula itself is wrong
-    exactly = _single_value(places, name)
+    exactly = _single_value(places)
     if exactly is not None:
         return exactly
-    kinds: tuple[tuple[str, Numbers], ...] = ((name, _values), (f"|{name}|", lambda some: _values(some).abs()))
+    kinds: tuple[tuple[str, Numbers], ...] = (
+        (places.name, _values),
+        (f"|{places.name}|", lambda some: _values(some).abs()),
+    )
     for what, number in kinds:
         right, wrong = number(places)[~bad], number(places)[bad]
         if float(wrong.max()) < float(right.min()):
@@ -423,19 +410,19 @@ def _region(places: _JudgedElements, name: str) -> Rule | None:
         sign += "=" * (threshold == last_wrong)
         covers = _where(number, sign, threshold)
         edge = _last_of(covers, number, sign[0])
-        text = f"derivatives are wrong only where {what} {sign} {threshold:.4g}"
-        return _rule("region", text, places, 2 if natural else 4, base, covers, (edge,))
+        where = f"where {what} {sign} {threshold:.4g}"
+        return places.rule("region", where, 2 if natural else 4, base, covers, (edge,))
     right, wrong = values[~bad], values[bad]
     low, high = float(wrong.min()), float(wrong.max())
     if bool((right < low).any()) and bool((right > high).any()):
         begin, _ = _threshold(float(right[right < low].max()), low)
         end, _ = _threshold(high, float(right[right > high].min()))
         signs = "<=" if begin == low else "<", "<=" if end == high else "<"
-        text = f"derivatives are wrong only where {begin:.4g} {signs[0]} {name} {signs[1]} {end:.4g}"
+        where = f"where {begin:.4g} {signs[0]} {places.name} {signs[1]} {end:.4g}"
         first, last = _where(_values, signs[0].replace("<", ">"), begin), _where(_values, signs[1], end)
         edges = _last_of(first, _values, ">"), _last_of(last, _values, "<")
         tried = places.bad.numel() ** 2
-        return _rule("region", text, places, tried, 0.85, lambda some: first(some) & last(some), edges)
+        return places.rule("region", where, tried, 0.85, lambda some: first(some) & last(some), edges)
     return None
 
 
@@ -460,14 +447,13 @@ def _where(number: Numbers, sign: str, threshold: float) -> Covers:
     return lambda some: compare(number(some), threshold)
 
 
-def _single_value(places: _JudgedElements, name: str) -> Rule | None:
+def _single_value(places: _JudgedElements) -> Rule | None:
     """A rule for elements that are wrong only if they have a certain value, for example zero in a mask."""
     wrong = _values(places)[places.bad]
     value = float(wrong[0])
     if wrong.numel() == 1 and value not in COMMON_THRESHOLDS:
         return None
-    text = f"derivatives are wrong only where {name} is {value + 0.0:.4g}"
-    return _rule("region", text, places, 2, 0.92, _where(_values, "==", value))
+    return places.rule("region", f"where {places.name} is {value + 0.0:.4g}", 2, 0.92, _where(_values, "==", value))
 
 
 def _threshold(low: float, high: float) -> tuple[float, bool]:
