@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.native import Layout
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import EVIDENCE_STREAM, RandomState, direction
-from fastgrad.diagnosis.autograd_graph import copied_gradients, written_gradients
+from fastgrad.core.torch_private import nodes_behind
 from fastgrad.diagnosis.experiments import Experiments
 from fastgrad.engines.grad_output_kinds import CONSTANT
 from fastgrad.engines.sketch import directional_differences
@@ -33,6 +35,9 @@ NEGLIGIBLE = 2.0**-10
 
 RESOLVED = 1e-5
 """Largest relative noise of a directional derivative that counts as evidence."""
+
+Gradients = tuple[Tensor | None, ...]
+"""The grad_outputs of a node of the graph; None: undefined."""
 
 
 class BackwardExperiments(Experiments):
@@ -130,12 +135,19 @@ class BackwardExperiments(Experiments):
     def _modified(self, v: Tensor) -> None:
         graph = self._problem.graph()
         outputs = graph if self._only is None else (graph[self._only.index],)
-        with written_gradients(outputs) as written:
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def keep(gradients: Gradients) -> None:
+            kept.extend((gradient, gradient.clone()) for gradient in gradients if gradient is not None)
+
+        def copy(gradients: Gradients) -> Gradients:
+            return tuple(None if gradient is None else gradient.clone() for gradient in gradients)
+
+        with _before_each_node(outputs, keep):
             gradient = self._vjp(v)
-            if not written():
-                return
-        with copied_gradients(outputs):
-            self._note(modified=_deviation(gradient, self._vjp(v)))
+        if not all(torch.allclose(gradient, before, 0, 0, equal_nan=True) for gradient, before in kept):
+            with _before_each_node(outputs, copy):  # writes into copies do not affect other nodes
+                self._note(modified=_deviation(gradient, self._vjp(v)))
 
     def _dense(self, v: Tensor) -> None:
         problem, settings = self._problem, self._settings
@@ -151,6 +163,17 @@ class BackwardExperiments(Experiments):
         """Like `_deviation`, but zero if rounding explains the difference, or if it is negligible."""
         negligible = max(NEGLIGIBLE * self._settings.atol, ROUNDING * self._problem.unit_roundoff)
         return 0.0 if float((found - expected).abs().max()) <= negligible else _deviation(found, expected)
+
+
+@contextmanager
+def _before_each_node(outputs: Sequence[Tensor], hook: Callable[[Gradients], Any]) -> Iterator[None]:
+    """Calls a hook with the grad_outputs of each node that runs; a result of the hook replaces them."""
+    handles = [node.register_prehook(hook) for node in nodes_behind(outputs)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _deviation(found: Tensor, expected: Tensor) -> float:

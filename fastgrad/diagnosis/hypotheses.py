@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from fastgrad.core import native
 from fastgrad.core.random import EVIDENCE_STREAM, direction
-from fastgrad.diagnosis.autograd_graph import depends_on
+from fastgrad.core.torch_private import nodes_behind
 from fastgrad.diagnosis.chance import is_supported
 from fastgrad.diagnosis.constant_parts import ConstantPart, ConstantParts, HeldConstant
 from fastgrad.diagnosis.locations import Elements, Rule
@@ -90,7 +91,7 @@ class Hypotheses:
     def independent(self) -> Explanation | None:
         """Whether the gradient is right if autograd does not follow dependences between inputs."""
         problem, block = self.problem, self.input
-        dependent = [other for other in problem.inputs if depends_on(other.tensor, block.tensor)]
+        dependent = [other for other in problem.inputs if _depends_on(other.tensor, block.tensor)]
         if not dependent:
             return None
         leaf = block.tensor.detach().clone().requires_grad_()
@@ -222,10 +223,10 @@ class Hypotheses:
         words = Wording(self.name_of(block), f"output {output.position}")
         sides: tuple[tuple[Side, Block], ...] = (("input", block), ("output", output))
         found = self._first_explained(
-            (one.name, one.text, partial(self._moved, own, one.order))
+            (name, text, partial(self._moved, own, order))
             for side, own in sides
             if own.elements is None
-            for one in rearrangements(tuple(own.tensor.shape), side, words, most)
+            for name, text, order in rearrangements(tuple(own.tensor.shape), side, words, most)
         )
         if found is not None or not _same_elements(output, block):
             return found
@@ -243,20 +244,21 @@ class Hypotheses:
             if left() < 4:
                 return None
 
-            def there(one: _Vectors, away: Tensor = away) -> Sums:
-                return one.u * one.gradient, one.v * self._slope_along(one.u, away)
-
             text = (
                 f"the gradient would be right for {name} in place of {own}: a saved tensor was changed, or backward "
                 "computes with this value"
             )
             try:
-                found = self._explained("saved tensor", text, there)
+                found = self._explained("saved tensor", text, partial(self._displaced, away))
             except Exception:  # the point may be outside the domain of func
                 continue
             if found is not None:
                 return found
         return None
+
+    def _displaced(self, away: Tensor, one: _Vectors) -> Sums:
+        """Sums that are equal if the gradient is right at a displacement from x."""
+        return one.u * one.gradient, one.v * self._slope_along(one.u, away)
 
     def cut(self) -> Explanation | None:
         """Whether the gradient is right if the results at which recording ends, as by detach(), are constants."""
@@ -363,6 +365,13 @@ class Hypotheses:
         output, block = self.output, self.input
         slope = self._slope_along(_at(self.problem.n, block, one.v[output.slice]))
         return one.u * one.gradient, one.u[block.slice] * slope[output.slice]
+
+
+def _depends_on(tensor: Tensor, other: Tensor) -> bool:
+    """Whether autograd recorded that `tensor` was computed from `other`."""
+    if tensor is other or tensor.grad_fn is None or not other.requires_grad:
+        return False
+    return get_gradient_edge(other).node in set(nodes_behind([tensor]))
 
 
 def _points(problem: Problem, name_of: Callable[[Block], str]) -> Iterator[tuple[str, str, Tensor]]:

@@ -52,12 +52,35 @@ def constant_count(elements: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Both Jacobians, shape (*output, *input), with NaN for unknown entries; outputs: number of output dimensions."""
+    """Both Jacobians, shape (*output, *input), with NaN for unknown entries; outputs: number of output dimensions.
+
+    size: numbers of output and input elements.
+    """
 
     analytical: Tensor
     numerical: Tensor
     settings: Tolerances
     outputs: int
+    size: tuple[int, int]
+
+    @cached_property
+    def known(self) -> Tensor:
+        """A mask of the known entries."""
+        return ~(self.numerical.isnan() | self.analytical.isnan())
+
+    @cached_property
+    def wrong(self) -> Tensor:
+        """A mask of the known entries that differ."""
+        return self.known & ~self._close(self.numerical)
+
+    def flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The analytical and the numerical Jacobian, with zeros for unknown entries; which are known, which differ.
+
+        Shape `size`.
+        """
+        a, n = (matrix.nan_to_num(0.0).reshape(self.size) for matrix in (self.analytical, self.numerical))
+        known = self.known.reshape(self.size)
+        return a, n, known, known & ~((a - n).abs() <= self.settings.allowed(n))
 
     def explains(self, rearranged: Tensor, tried: int) -> int:
         """Number of wrong entries that a rearrangement explains; 0 if it contradicts an entry, or may fit by chance.
@@ -85,9 +108,8 @@ class _Matrices:
 
     def supports(self, tried: int) -> bool:
         """Whether the known entries are enough to decide between `tried` hypotheses."""
-        known = ~(self.numerical.isnan() | self.analytical.isnan())
-        known &= (self.analytical != 0) | (self.numerical != 0)
-        return is_supported(self.analytical[known], ~self._close(self.numerical)[known], tried)
+        some = self.known & ((self.analytical != 0) | (self.numerical != 0))
+        return is_supported(self.analytical[some], self.wrong[some], tried)
 
     @cached_property
     def _nonzero(self) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -97,26 +119,23 @@ class _Matrices:
 
     @cached_property
     def _some_wrong(self) -> tuple[Tensor, ...]:
-        known = ~(self.numerical.isnan() | self.analytical.isnan())
-        wrong = (~self._close(self.numerical) & known).nonzero()
-        return wrong[:MAX_SCREENED].unbind(1)
+        return self.wrong.nonzero()[:MAX_SCREENED].unbind(1)
 
     def _close(self, other: Tensor) -> Tensor:
         return (self.analytical - other).abs() <= self.settings.allowed(other)
 
 
 def _matrices(sample: Sample, settings: Tolerances) -> _Matrices | None:
-    shape = (*sample.output_shape, *sample.input_shape)
-    if math.prod(shape) > LARGEST_MATRIX:
+    size = math.prod(sample.output_shape), math.prod(sample.input_shape)
+    if math.prod(size) > LARGEST_MATRIX:
         return None
-    fill = 0.0 if sample.complete else math.nan
-    found = []
-    where = sample.outputs * math.prod(sample.input_shape) + sample.inputs
-    for values in (sample.analytical, sample.numerical):
-        matrix = torch.full((math.prod(shape),), fill, dtype=values.dtype, device="cpu")
-        matrix[where] = values
-        found.append(matrix.reshape(shape))
-    return _Matrices(found[0], found[1], settings, len(sample.output_shape))
+
+    def matrix(values: Tensor) -> Tensor:
+        entries = torch.full(size, 0.0 if sample.complete else math.nan, dtype=values.dtype, device="cpu")
+        entries[sample.outputs, sample.inputs] = values
+        return entries.reshape((*sample.output_shape, *sample.input_shape))
+
+    return _Matrices(matrix(sample.analytical), matrix(sample.numerical), settings, len(sample.output_shape), size)
 
 
 def structure_causes(sample: Sample, settings: Tolerances, words: Wording) -> Iterator[Cause]:
@@ -131,13 +150,8 @@ def structure_causes(sample: Sample, settings: Tolerances, words: Wording) -> It
             return
 
 
-@dataclass(frozen=True)
-class Rearrangement:
-    """A rearrangement of one side; order: the number, in C order, of the element that moves to each place."""
-
-    name: CauseName
-    text: str
-    order: Tensor
+Rearrangement = tuple[CauseName, str, Tensor]
+"""A cause, its text, and the order: the number, in C order, of the element that moves to each place."""
 
 
 def rearrangements(
@@ -156,20 +170,20 @@ def rearrangements(
     for p, q in itertools.combinations(dims, 2):
         if shape[p] == shape[q] > 1:
             text = f"{what} is transposed: dimensions {p} and {q} of {name} are swapped"
-            yield Rearrangement("transposed", text, numbers.transpose(p, q).flatten())
+            yield "transposed", text, numbers.transpose(p, q).flatten()
     for dim, size in enumerate(shape):
         for shift in _nearest_first(size, most_shifts):
             text = f"{what} is shifted by {shown(shift, size)} along dimension {dim}"
-            yield Rearrangement("rolled", text, numbers.roll(shift, dim).flatten())
+            yield "rolled", text, numbers.roll(shift, dim).flatten()
     if len(shape) > 1:
         for shift in _nearest_first(math.prod(shape), most_shifts):
             text = f"{what} is shifted by {shown(shift, math.prod(shape))} in memory, over all of its elements"
-            yield Rearrangement("rolled", text, numbers.flatten().roll(shift))
+            yield "rolled", text, numbers.flatten().roll(shift)
     for dim, size in enumerate(shape):
         if size > 1:
-            yield Rearrangement("permuted", f"{what} is reversed along dimension {dim}", numbers.flip(dim).flatten())
+            yield "permuted", f"{what} is reversed along dimension {dim}", numbers.flip(dim).flatten()
     if len(shape) > 1:
-        yield Rearrangement("permuted", f"{what} is reversed along all dimensions", numbers.flatten().flip(0))
+        yield "permuted", f"{what} is reversed along all dimensions", numbers.flatten().flip(0)
 
 
 def _nearest_first(size: int, most: int) -> Iterable[int]:
@@ -189,11 +203,11 @@ def _of_rearrangements(matrices: _Matrices, sample: Sample, words: Wording) -> I
 def _rearranged(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[tuple[CauseName, str, Tensor]]:
     """Yields the numerical Jacobian with other orders of inputs or outputs, then transposed, with name and text."""
     n, outputs = matrices.numerical, matrices.outputs
-    flat = n.reshape(math.prod(sample.output_shape), math.prod(sample.input_shape))
-    for one in rearrangements(sample.input_shape, "input", words):
-        yield one.name, one.text, flat[:, one.order].reshape(n.shape)
-    for one in rearrangements(sample.output_shape, "output", words):
-        yield one.name, one.text, flat[one.order].reshape(n.shape)
+    flat = n.reshape(matrices.size)
+    for name, text, order in rearrangements(sample.input_shape, "input", words):
+        yield name, text, flat[:, order].reshape(n.shape)
+    for name, text, order in rearrangements(sample.output_shape, "output", words):
+        yield name, text, flat[order].reshape(n.shape)
     if sample.input_shape != sample.output_shape or not sample.output_shape:
         return
     is_permutation = all(bool(((flat != 0).sum(dim) <= 1).all()) for dim in (0, 1))
@@ -219,8 +233,7 @@ def _of_permutations(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
     """The cause if each row, or each column, has the right values in another order."""
     if not sample.complete:
         return
-    m, size = math.prod(sample.output_shape), math.prod(sample.input_shape)
-    a, n = (matrix.reshape(m, size) for matrix in (matrices.analytical, matrices.numerical))
+    a, n = (matrix.reshape(matrices.size) for matrix in (matrices.analytical, matrices.numerical))
     if a.is_complex():
         a, n = a.abs(), n.abs()
     allowed = matrices.settings.allowed(n.abs().max())
@@ -229,10 +242,10 @@ def _of_permutations(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
     off = [(a.sort(dim).values - n.sort(dim).values).abs().max() for dim in (0, 1)]
     if not matrices.supports(2):
         return
-    for dim, what, count in ((1, words.vector("input"), size), (0, words.vector("output"), m)):
-        other, difference = n.shape[1 - dim], max(off) if is_mask else off[dim]
-        if count < 2 or other < 2:
-            continue
+    if min(n.shape) < 2:
+        return
+    for dim, what, count in ((1, words.vector("input"), n.shape[1]), (0, words.vector("output"), n.shape[0])):
+        difference = max(off) if is_mask else off[dim]
         moved = int((~((a - n).abs() <= allowed)).any(1 - dim).sum())
         # If all values of each row (or column) are equal, their order cannot be wrong.
         spread = (n.amax(dim) - n.amin(dim)).max()
@@ -247,43 +260,19 @@ def _of_permutations(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
             return
 
 
-@dataclass(frozen=True)
-class _Flat:
-    """The analytical (a) and numerical (n) Jacobian, real, with zeros for unknown entries, and which entries differ.
-
-    Shape (output elements, input elements).
-    """
-
-    a: Tensor
-    n: Tensor
-    known: Tensor
-    wrong: Tensor
-
-
-def _flattened(matrices: _Matrices, sample: Sample) -> _Flat | None:
-    if matrices.analytical.is_complex():
-        return None
-    shape = math.prod(sample.output_shape), math.prod(sample.input_shape)
-    a, n = (matrix.reshape(shape) for matrix in (matrices.analytical, matrices.numerical))
-    known = ~(a.isnan() | n.isnan())
-    a, n = a.nan_to_num(0.0), n.nan_to_num(0.0)
-    wrong = known & ~((a - n).abs() <= matrices.settings.allowed(n))
-    return _Flat(a, n, known, wrong)
-
-
 def _of_broadcasting(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:
     """The cause if backward sums over the wrong dimensions of grad_output for an input that func expands."""
-    flat = _flattened(matrices, sample)
-    if flat is None or shared_by(sample) < 2 or not bool((flat.a != 0).any()):
+    a, n, known, wrong = matrices.flat()
+    if a.is_complex() or shared_by(sample) < 2 or not bool((a != 0).any()):
         return
     # Each output depends on one element of the input, so each numerical row has one nonzero entry. If backward sums
     # grad_output over all dimensions, every analytical entry of the row has its value. If backward sums over wrong
     # dimensions, some wrong entries have its value, and the others are zero.
-    row = flat.n.gather(1, flat.n.abs().argmax(1, keepdim=True))
-    equal = (flat.a - row).abs() <= matrices.settings.allowed(row)
-    everywhere = bool((equal | ~flat.known).all())
-    misplaced = bool(_broadcast_dims(sample)) and bool((equal | (flat.a == 0) | ~flat.known).all())
-    if (everywhere and flat.a.shape[1] > 1) or (misplaced and bool((flat.wrong & (flat.n == 0)).any())):
+    row = n.gather(1, n.abs().argmax(1, keepdim=True))
+    equal = ((a - row).abs() <= matrices.settings.allowed(row)) | ~known
+    everywhere = bool(equal.all())
+    misplaced = bool(_broadcast_dims(sample)) and bool((equal | (a == 0)).all())
+    if (everywhere and a.shape[1] > 1) or (misplaced and bool((wrong & (n == 0)).any())):
         text = (
             f"each element of {words.input} affects several outputs, but its gradient is summed over "
             f"{'all' if everywhere else 'the wrong dimension'} of grad_output"
@@ -293,8 +282,8 @@ def _of_broadcasting(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
                 f"each output depends on one element of {words.input}, but the jvp adds up the tangents of "
                 f"{'all' if everywhere else 'wrong'} elements"
             )
-        wrong = int(flat.wrong.sum())
-        explained = "the only wrong entry" if wrong == 1 else f"all {wrong} wrong entries"
+        count = int(wrong.sum())
+        explained = "the only wrong entry" if count == 1 else f"all {count} wrong entries"
         yield Cause("missing reduction", text, f"explains {explained}", 0.95)
 
 
@@ -323,10 +312,9 @@ def _coupled_dims(matrix: Tensor, outputs: int) -> set[int]:
 
 def _of_reductions(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:
     """The cause if backward lacks a sum or a mean over grad_output, or assigns gradients instead of adding them."""
-    flat = _flattened(matrices, sample)
-    if flat is None:
+    a, n, known, wrong = matrices.flat()
+    if a.is_complex():
         return
-    a, n, known, wrong = flat.a, flat.n, flat.known, flat.wrong
     lost, extra, total = wrong & (a == 0), wrong & (n == 0), int(wrong.sum())
     columns = (n != 0).any(0)
     # Columns with missing entries, and the share of their numerical entries that is missing.
