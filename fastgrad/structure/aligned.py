@@ -42,16 +42,16 @@ class _Pair(NamedTuple):
         free = (size for dim, size in enumerate(self.block.tensor.shape) if dim not in aligned)
         return self.block.width * math.prod(free)
 
-    def columns(self) -> tuple[Indices, Mask]:
-        """The columns of each element of the output, ascending, and which of these elements have any.
+    def columns(self) -> Indices:
+        """The columns of each element of the output, ascending; -1 if an element has none.
 
-        Shapes (elements, columns of each) and (elements,).
+        Shape (elements, columns of each).
         """
         output, block, count = self.output.tensor, self.block, self.output.tensor.numel()
-        has_entries = np.full(count, self.dims is not None)
         if self.dims is None:
-            return np.zeros((count, 0), dtype=np.int64), has_entries
+            return np.zeros((count, 0), dtype=np.int64)
         index = np.indices(output.shape).reshape(output.dim(), count)
+        has_entries = np.ones(count, dtype=np.bool_)
         known: dict[int, Indices] = {}
         for own, dim in self.dims:
             has_entries &= known.setdefault(dim, index[own]) == index[own]
@@ -61,7 +61,8 @@ class _Pair(NamedTuple):
             elements = elements[..., None] * size + values
             elements = elements.reshape(count, math.prod(elements.shape[1:]))  # -1 fails if there are no elements
         columns = block.first + elements[..., None] * block.width + np.arange(block.width)
-        return columns.reshape(count, self.columns_of_each), has_entries
+        columns[~has_entries] = -1
+        return columns.reshape(count, self.columns_of_each)
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,6 @@ def _candidates(block: Block, outputs: Sequence[Block]) -> list[int]:
 
 def _rows(pairs: Sequence[_Pair]) -> tuple[Indices, Indices]:
     """The number of entries of each row of an output, and their columns, row by row."""
-    columns, has_entries = zip(*(pair.columns() for pair in pairs), strict=True)
-    width = pairs[0].output.width
-    kept = [np.repeat(mask[:, None], own.shape[1], 1) for mask, own in zip(has_entries, columns, strict=True)]
-    every, which = (np.repeat(np.concatenate(parts, 1), width, 0) for parts in (columns, kept))
-    return which.sum(1), every[which]
+    columns = np.repeat(np.concatenate([pair.columns() for pair in pairs], 1), pairs[0].output.width, 0)
+    is_entry = columns >= 0
+    return is_entry.sum(1), columns[is_entry]
