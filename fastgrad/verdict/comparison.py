@@ -27,7 +27,6 @@ from fastgrad.structure import coloring
 
 if TYPE_CHECKING:
     from fastgrad.report.evidence import Sample
-    from fastgrad.verdict.remeasure import Suspects
 
 MAX_MATRIX_ENTRIES = 256
 """Largest number of entries of a Jacobian that is kept as a whole, for the message."""
@@ -153,6 +152,57 @@ def excesses(
     """|values - numerical| divided by the allowed error, coordinate by coordinate; columns: of these coordinates."""
     atol, rtol = tolerances(problem, settings, columns)
     return (values - numerical).abs() / (atol + rtol * numerical.abs())
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Entries of one output and one input that differ at eps. Those that come first are re-measured first.
+
+    Attributes
+    ----------
+    tolerances
+        Tolerances of the input.
+    inputs, outputs
+        Coordinates: int64, shape (entries, 1 or 2); two coordinates make one complex entry.
+    analytical, numerical
+        The values of the entries, numerical ones at eps: complex128, shape (entries,).
+    """
+
+    output: Block
+    input: Block
+    tolerances: Tolerances
+    inputs: Tensor
+    outputs: Tensor
+    analytical: Tensor
+    numerical: Tensor
+
+    @property
+    def input_elements(self) -> Tensor:
+        """Number of each entry's input element, among the elements that have coordinates: int64, shape (entries,)."""
+        return (self.inputs[:, 0] - self.input.first) // self.input.width
+
+    def _of_each(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.inputs, self.outputs, self.analytical, self.numerical
+
+    def of(self, entries: Tensor) -> Suspects:
+        """Some of the suspects, selected by number or mask."""
+        return Suspects(self.output, self.input, self.tolerances, *(values[entries] for values in self._of_each()))
+
+    @staticmethod
+    def joined(groups: Sequence[Suspects]) -> Suspects:
+        """The entries of several groups of one output and one input, end to end."""
+        head = groups[0]
+        values = zip(*(group._of_each() for group in groups), strict=True)
+        return Suspects(head.output, head.input, head.tolerances, *map(torch.cat, values))
+
+    def entry(self, which: int, refined: complex | None = None, error: float | None = None) -> Entry:
+        """One of the entries, for a report; refined: its numerical value after re-measuring; error: of this value."""
+        numerical = complex(self.numerical[which]) if refined is None else refined
+        analytical = complex(self.analytical[which])
+        places = self.output.index_at(int(self.outputs[which, 0])), self.input.index_at(int(self.inputs[which, 0]))
+        is_real = self.inputs.shape[1] == self.outputs.shape[1] == 1
+        found, wanted = (analytical.real, numerical.real) if is_real else (analytical, numerical)
+        return Entry(*places, found, wanted, self.tolerances.atol + self.tolerances.rtol * modulus(numerical), error)
 
 
 @dataclass(eq=False, repr=False)
@@ -281,8 +331,6 @@ class PairComparison:
 
     def suspects(self, part: Part) -> Suspects:
         """The entries that differ (at least one), the one with the largest ratio of difference to tolerance first."""
-        from fastgrad.verdict.remeasure import Suspects  # imported here to keep `import fastgrad` fast
-
         outputs, inputs, analytical, numerical = self._failing()
         excess = ((analytical - numerical).abs() / self.tolerances.allowed(numerical)).nan_to_num(torch.inf)
         order = excess.argsort(descending=True, stable=True)

@@ -24,12 +24,13 @@ from fastgrad.verdict.comparison import (
     MAX_WORST,
     Findings,
     PairComparison,
+    Suspects,
     entry_count,
     groups_without_a_common_row,
     places_along,
 )
 from fastgrad.verdict.locate import locate
-from fastgrad.verdict.remeasure import CLEAR_DIFFERENCE, RemeasuredEntry, Suspects, not_finite, worst_remeasured
+from fastgrad.verdict.remeasure import CLEAR_DIFFERENCE, RemeasuredEntry, not_finite, worst_remeasured
 
 UNSPECIFIED = "with masked=True, a gradient must be zero at elements that its sparse input does not specify"
 """The detail of a failure at an element that its sparse input does not specify."""

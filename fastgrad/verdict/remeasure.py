@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -11,14 +10,13 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.phases import phase
-from fastgrad.core.precision import modulus, number_of
+from fastgrad.core.precision import number_of
 from fastgrad.engines.ridders import LARGEST_STEP, Refinement, measured, settled
 from fastgrad.engines.stairs import mark_stairs
-from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import FUNC_VARIES, Difference, Entry, NumericalIssue
 from fastgrad.report.number_text import digits_apart
-from fastgrad.report.settings import Tolerances
+from fastgrad.verdict.comparison import Suspects
 
 MAX_UNDECIDED_ERROR = 64.0
 """Largest error of a derivative, in units of the tolerance, for which an entry is undecided, for example because of
@@ -30,57 +28,6 @@ tolerance and the estimated error of its derivative."""
 
 MAX_OTHER_ENTRIES = 7
 """Largest number of wrong entries to report in addition to the worst one."""
-
-
-@dataclass(frozen=True)
-class Suspects:
-    """Entries of one output and one input that differ at eps. Those that come first are re-measured first.
-
-    Attributes
-    ----------
-    tolerances
-        Tolerances of the input.
-    inputs, outputs
-        Coordinates: int64, shape (entries, 1 or 2); two coordinates make one complex entry.
-    analytical, numerical
-        The values of the entries, numerical ones at eps: complex128, shape (entries,).
-    """
-
-    output: Block
-    input: Block
-    tolerances: Tolerances
-    inputs: Tensor
-    outputs: Tensor
-    analytical: Tensor
-    numerical: Tensor
-
-    @property
-    def input_elements(self) -> Tensor:
-        """Number of each entry's input element, among the elements that have coordinates: int64, shape (entries,)."""
-        return (self.inputs[:, 0] - self.input.first) // self.input.width
-
-    def _of_each(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.inputs, self.outputs, self.analytical, self.numerical
-
-    def of(self, entries: Tensor) -> Suspects:
-        """Some of the suspects, selected by number or mask."""
-        return Suspects(self.output, self.input, self.tolerances, *(values[entries] for values in self._of_each()))
-
-    @staticmethod
-    def joined(groups: Sequence[Suspects]) -> Suspects:
-        """The entries of several groups of one output and one input, end to end."""
-        head = groups[0]
-        values = zip(*(group._of_each() for group in groups), strict=True)
-        return Suspects(head.output, head.input, head.tolerances, *map(torch.cat, values))
-
-    def entry(self, which: int, refined: complex | None = None, error: float | None = None) -> Entry:
-        """One of the entries, for a report; refined: its numerical value after re-measuring; error: of this value."""
-        numerical = complex(self.numerical[which]) if refined is None else refined
-        analytical = complex(self.analytical[which])
-        places = self.output.index_at(int(self.outputs[which, 0])), self.input.index_at(int(self.inputs[which, 0]))
-        is_real = self.inputs.shape[1] == self.outputs.shape[1] == 1
-        found, wanted = (analytical.real, numerical.real) if is_real else (analytical, numerical)
-        return Entry(*places, found, wanted, self.tolerances.atol + self.tolerances.rtol * modulus(numerical), error)
 
 
 class RemeasuredEntry(NamedTuple):
