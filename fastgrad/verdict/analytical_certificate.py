@@ -230,7 +230,7 @@ class AnalyticalCertificate:
             return failure
         if self._is_small(linearity, suspects):  # perhaps rounding, for example of a backward in a lower precision
             return incomplete(learnt)
-        self.bound = _error(linearity, suspects)
+        self.bound = linearity.largest_error(suspects)
         return incomplete([], unexplained=self.bound)
 
     @property
@@ -240,7 +240,7 @@ class AnalyticalCertificate:
 
     def _is_small(self, linearity: LinearityTest, suspects: Sequence[tuple[int, int]]) -> bool:
         """Whether further cotangents can still exclude entries that matter; notes the largest error of the suspects."""
-        error = _error(linearity, suspects)
+        error = linearity.largest_error(suspects)
         if not error <= self._largest_certifiable:
             return False
         linearity.resolution = max(linearity.resolution, error)
@@ -347,8 +347,3 @@ def _varying_group(problem: Problem, settings: Settings, compression: Compressio
             if failure is not None:
                 return failure
     return None
-
-
-def _error(linearity: LinearityTest, suspects: Sequence[tuple[int, int]]) -> float:
-    """Twice the largest distance of a VJP from the sum of entries; components of cotangents are at least 1/2."""
-    return 2 * max((linearity.error_at(*suspect) for suspect in suspects), default=0.0)

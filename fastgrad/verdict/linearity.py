@@ -8,7 +8,7 @@ Therefore the first rows are repeated at another scale, and v^T J, summed from t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -272,9 +272,10 @@ class LinearityTest:
         order = (error / allowed)[which, column].nan_to_num(torch.inf).argsort(descending=True)
         return list(zip(which[order].tolist(), column[order].tolist(), strict=True))
 
-    def error_at(self, which: int, coordinate: int) -> float:
-        """The distance of a component of a VJP from the sum of the entries."""
-        return abs(float(self.gradients()[which, coordinate] - self._sums[which, coordinate]))
+    def largest_error(self, suspects: Sequence[tuple[int, int]]) -> float:
+        """Twice the largest distance of a VJP from the sum of entries; components of cotangents are at least 1/2."""
+        errors = (abs(float(self.gradients()[suspect] - self._sums[suspect])) for suspect in suspects)
+        return 2 * max(errors, default=0.0)
 
     def replace_row(self, row: int, change: Tensor) -> None:
         """Updates v^T J after a row of J changed; change: float64, shape (n,)."""

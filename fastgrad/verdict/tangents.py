@@ -148,14 +148,14 @@ def changed_sum(
     if not bool(changed.any()):
         return None
     row = int(changed.nonzero()[0])
-    output = block_with(outputs, row)
-    at = list(output.index_at(row))
-    what = f"a weighted sum of tangents of output {output.index} at {at}, for several tangents of the inputs,"
-    return _changed(output, what, first[row].item(), later[row].item())
+    what = "a weighted sum of tangents of {}, for several tangents of the inputs,"
+    return _changed(outputs, row, what, first[row].item(), later[row].item())
 
 
-def _changed(output: Block, what: str, first: float, later: float) -> Failure:
-    digits = digits_apart(first, later)
+def _changed(outputs: Sequence[Block], row: int, what: str, first: float, later: float) -> Failure:
+    """The failure of a number that changed; what: the number, with {} in place of the output element."""
+    output, digits = block_with(outputs, row), digits_apart(first, later)
+    what = what.format(f"output {output.index} at {list(output.index_at(row))}")
     return nondeterministic_jvp(output, f"{what} was first {first:.{digits}g} and later {later:.{digits}g}")
 
 
@@ -240,7 +240,7 @@ def repeated_tangents_failure(
     if bool(close.all()):
         return None
     which, component = (int(i) for i in (~close).nonzero()[0])
-    output = block_with(problem.outputs, component)
-    at = list(output.index_at(component))
-    what = f"for the same tangent of the inputs, the tangent of output {output.index} at {at}"
-    return _changed(output, what, products[which, component].item(), again[which, component].item())
+    what = "for the same tangent of the inputs, the tangent of {}"
+    return _changed(
+        problem.outputs, component, what, *(values[which, component].item() for values in (products, again))
+    )
