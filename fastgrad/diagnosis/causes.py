@@ -215,9 +215,9 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
         measure = f"for a zero grad_output, the largest element of the gradient is {evidence.at_zero:.2g}"
         yield Cause("nonlinear backward", text, measure, 0.95)
     scaled = evidence.scaled or ()
-    nonlinear = [(c, deviation, size) for c, deviation, size in scaled if not deviation <= MIN_DEVIATION]
-    if nonlinear:
-        c, deviation, size = nonlinear[0]
+    nonlinear = next((one for one in scaled if not one[1] <= MIN_DEVIATION), None)
+    if nonlinear is not None:
+        c, deviation, size = nonlinear
         measure = f"the gradient is zero for a grad_output, but not for {c:g} x this grad_output"
         if math.isfinite(size):
             measure = (

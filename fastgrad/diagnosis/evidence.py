@@ -10,9 +10,8 @@ from dataclasses import replace
 from functools import partial
 
 from fastgrad.core.phases import phase
-from fastgrad.diagnosis.backward_experiments import BackwardExperiments
 from fastgrad.diagnosis.causes import diagnose
-from fastgrad.diagnosis.func_experiments import FuncExperiments
+from fastgrad.diagnosis.experiments import BackwardExperiments, FuncExperiments
 from fastgrad.diagnosis.hypotheses import HYPOTHESIS_CALLS, Hypotheses
 from fastgrad.diagnosis.locations import place_rules
 from fastgrad.diagnosis.samples import Samples
@@ -65,9 +64,9 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
             self._other_measurements()
             if failure.mode == "reverse" and self._output is not None and self._input is not None:
                 pair = self._output, self._input
-                seed, order = self._settings.seed, self._settings.order
-                hypotheses = Hypotheses(self._problem, *pair, seed, self._record, self._name_of, order, sample)
-                causes = self._hypotheses(hypotheses, sample)
+                names, left = self._name_of, self._left
+                hypotheses = Hypotheses(self._problem, self._settings, *pair, self._record, names, left, sample)
+                causes = self._hypotheses(hypotheses)
         evidence = replace(self._evidence, calls=self._calls() - self._before)
         report = replace(self._report, sample=sample, evidence=evidence)
         return replace(report, causes=causes or diagnose(report))
@@ -77,11 +76,12 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         place = replace(self._failure, input=block.index, input_position=block.position)
         return names_of(self._report, place)[1]
 
-    def _hypotheses(self, hypotheses: Hypotheses, sample: Sample | None) -> tuple[Cause, ...]:
+    def _hypotheses(self, hypotheses: Hypotheses) -> tuple[Cause, ...]:
         """Tests hypotheses by random sums over all entries until one explains them.
 
         Returns the probable causes if these end the search; otherwise none.
         """
+        sample = hypotheses.sample
         self._explain(hypotheses.independent)
         self._explain(hypotheses.swapped)
         settles = self._failure.numerical_issue is None  # if there is an issue, func itself explains the failure
@@ -95,11 +95,11 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         if causes and causes[0].name not in _GENERAL_CAUSES:
             return causes
         if settles:
-            self._explain(lambda: hypotheses.taken_for_constant(self._left))
+            self._explain(hypotheses.taken_for_constant)
         if not causes:
             self._explain(hypotheses.multiplied)
             self._explain(hypotheses.result_for_input)
-            self._explain(lambda: hypotheses.at_changed_input(self._left))
+            self._explain(hypotheses.at_changed_input)
         return ()
 
     def _confirm_places(self, hypotheses: Hypotheses, sample: Sample) -> None:

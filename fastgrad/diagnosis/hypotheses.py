@@ -25,6 +25,7 @@ from fastgrad.diagnosis.wording import Side, Wording
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import CauseName, Explanation, Sample
+from fastgrad.report.settings import Settings
 
 HYPOTHESIS_CALLS = 10
 """A hypothesis is tested only if so many calls of func and backward may still be made; most need no more."""
@@ -73,17 +74,17 @@ class Hypotheses:
     """Hypotheses about the wrong analytical Jacobian of one output with respect to one input.
 
     A method that tests a hypothesis returns it as an Explanation if it holds, otherwise None. record_graph: whether
-    func must record gradients. name_of: gives the name of an input in messages. order: that of the derivatives.
-    sample: entries of this Jacobian, if known.
+    func must record gradients. name_of: gives the name of an input in messages. left: returns the number of calls that
+    may still be made. sample: entries of this Jacobian, if known.
     """
 
     problem: Problem
+    settings: Settings
     output: Block
     input: Block
-    seed: int
     record_graph: bool
     name_of: Callable[[Block], str]
-    order: int
+    left: Callable[[], int]
     sample: Sample | None
     tried: int = 0
     """Number of hypotheses that were compared with the analytical Jacobian."""
@@ -153,11 +154,12 @@ class Hypotheses:
             name, own = self.name_of(other), self.name_of(block)
             text = f"the gradient of {own} is that of {name}: backward returns gradients in the wrong order"
             found = self._explained("swapped gradients", text, partial(self._of_other, other))
-            if found is not None and self._is_right(other):
+            if found is None:
+                continue
+            if self._is_right(other):
                 text = f"backward returns the gradient of {name} twice: for {name}, where it is right, and for {own}"
                 return replace(found, name="repeated gradient", text=text)
-            if found is not None:
-                return found
+            return found
         return None
 
     def _of_other(self, other: Block, one: _Vectors) -> Sums:
@@ -238,10 +240,10 @@ class Hypotheses:
             return _rearranged(one.u, own, order) * one.gradient, one.v * one.slope
         return one.u * one.gradient, one.v * _rearranged(one.slope, own, order)
 
-    def at_changed_input(self, left: Callable[[], int]) -> Explanation | None:
+    def at_changed_input(self) -> Explanation | None:
         """Whether the gradient is right at another point: a saved input may have been changed to that point."""
         for own, name, away in _points(self.problem, self.name_of):
-            if left() < 4:
+            if self.left() < 4:
                 return None
 
             text = (
@@ -268,17 +270,17 @@ class Hypotheses:
         text = f"autograd treats {_all_of(cuts)} as a constant"
         return self._explained("constant part", text, partial(self._held, cuts))
 
-    def taken_for_constant(self, left: Callable[[], int]) -> Explanation | None:
+    def taken_for_constant(self) -> Explanation | None:
         """Whether the gradient is right if some results or operands of operators in a custom forward are constants."""
         if not self._sums_show_error:
             return None
         text = "backward treats {} as a constant: its contribution to the gradient is missing"
-        if self.order > 1:
+        if self.settings.order > 1:
             text = (
                 "derivatives of backward treat {}, which forward saved, as a constant: compute it in backward, or also "
                 "return it from forward"
             )
-        affordable = itertools.takewhile(lambda _: left() >= 4, self._constants.groups())
+        affordable = itertools.takewhile(lambda _: self.left() >= 4, self._constants.groups())
         return self._first_explained(
             ("constant part", text.format(_all_of(parts)), partial(self._held, parts)) for parts in affordable
         )
@@ -299,14 +301,16 @@ class Hypotheses:
     def _vectors(self) -> tuple[_Vectors, ...]:
         found = []
         for number in range(2):
-            sides = (self.problem.n, self.input, 2 + number), (self.problem.m, self.output, 4 + number)
-            u, v = (
-                _at(size, own, direction(own.size, self.seed, EVIDENCE_STREAM + 16 * stream).to(self.problem.device))
-                for size, own, stream in sides
-            )
+            u = self._random(self.problem.n, self.input, 2 + number)
+            v = self._random(self.problem.m, self.output, 4 + number)
             gradient = self.problem.vjp(v.unsqueeze(0), only=self.output)[0]
             found.append(_Vectors(u, v, gradient, self._slope_along(u)))
         return tuple(found)
+
+    def _random(self, size: int, block: Block, number: int) -> Tensor:
+        """A vector of coordinates that is random in one block and zero elsewhere: float64, shape (size,)."""
+        own = direction(block.size, self.settings.seed, EVIDENCE_STREAM + 16 * number)
+        return _at(size, block, own.to(self.problem.device))
 
     @cached_property
     def _sums_show_error(self) -> bool:
