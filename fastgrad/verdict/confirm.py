@@ -361,24 +361,29 @@ def pattern_mismatch(
     return None
 
 
-def _with_worst(
-    problem: Problem, eps: float, pair: PairComparison, remeasured: RemeasuredEntry | None, worst: tuple[Entry, ...]
-) -> Comparison:
-    """The comparison of a pair, with its worst entry: a re-measured one, or one that a sparse input does not specify.
+def _pair_mismatch(
+    problem: Problem,
+    pair: PairComparison,
+    part: Part,
+    remeasured: RemeasuredEntry | None = None,
+    worst: tuple[Entry, ...] = (),
+) -> Failure:
+    """The failure of a pair, with its worst entry: a re-measured one, or one that a sparse input does not specify.
 
     remeasured, worst: the results of `_worst_remeasured`, if any.
     """
-    unspecified = sorted(pair.unspecified, key=_excess, reverse=True)
-    first = max(unspecified if remeasured is None else [remeasured.entry, *unspecified], key=_excess)
+    unspecified = [RemeasuredEntry(entry, UNSPECIFIED) for entry in pair.unspecified]
+    found = unspecified if remeasured is None else [remeasured, *unspecified]
+    first = max(found, key=lambda one: _excess(one.entry))
     unclear = pair.mismatches - len(unspecified)
     if remeasured is not None:
         unclear -= 1 + len(remeasured.others)
         if not remeasured.eps_misleads:
-            noise, rounding = CLEAR_DIFFERENCE * remeasured.noise, problem.unit_roundoff / eps
+            noise, rounding = CLEAR_DIFFERENCE * remeasured.noise, problem.unit_roundoff / pair.tolerances.eps
             unclear = min(0 if remeasured.numerical_issue else pair.within(noise, rounding), unclear)
     if unspecified:
-        worst = tuple(sorted([*worst, *unspecified], key=_excess, reverse=True)[:MAX_WORST])
-    return pair.result(first, worst, unclear)
+        worst = tuple(sorted([*worst, *pair.unspecified], key=_excess, reverse=True)[:MAX_WORST])
+    return _mismatch(pair.output, pair.input, part, pair.mode, pair.result(first.entry, worst, unclear), first)
 
 
 def unspecified_failure(problem: Problem, settings: Settings, vector: Tensor) -> Failure | None:
@@ -407,11 +412,7 @@ def unspecified_failure(problem: Problem, settings: Settings, vector: Tensor) ->
     element = (low - output.first) // output.width
     pair = PairComparison(output, block, settings.of(block.index))
     pair.add_unspecified(element, entry.element, entry.value)
-    if not pair.mismatches:
-        return None
-    comparison = _with_worst(problem, settings.of(block.index).eps, pair, None, ())
-    wrong = RemeasuredEntry(pair.unspecified[0], UNSPECIFIED)
-    return _mismatch(output, block, output.part_at(low), pair.mode, comparison, wrong)
+    return _pair_mismatch(problem, pair, output.part_at(low)) if pair.mismatches else None
 
 
 def mismatch_failure(
@@ -434,11 +435,6 @@ def mismatch_failure(
             )
             findings.add_pair(pair.pair(part, agrees=True))
             return None
-    comparison = _with_worst(problem, settings.of(pair.input.index).eps, pair, remeasured, worst)
     findings.add_pair(pair.pair(part, agrees=False))
     findings.sample = pair.sample()
-    first = comparison.worst
-    assert first is not None
-    if remeasured is None or first in pair.unspecified:  # a re-measured entry is then not the worst one
-        remeasured = RemeasuredEntry(first, UNSPECIFIED)
-    return _mismatch(pair.output, pair.input, part, pair.mode, comparison, remeasured)
+    return _pair_mismatch(problem, pair, part, remeasured, worst)
