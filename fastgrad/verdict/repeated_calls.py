@@ -282,25 +282,24 @@ class RepeatedCalls:
 
     def _first_varying(self, known: Tensor, order: list[int]) -> Block | None:
         """The output of the first call, in this order, whose gradient differs from the known one; None if none does."""
-        run = partial(first_varying, self._problem, self._settings)
         if self._at_once == len(self._calls):
-            cotangents, tolerance = self._cotangents(self._calls), partial(self._tolerance, known)
-            moving, rounding = run(cotangents, self._outputs, known, order, tolerance)
-            self._rounding = max(self._rounding, rounding)
-            return moving
-        for number, call in enumerate(order):
-            within, allowed = slice(call, call + 1), {0: self._tolerance(known, call)}
-            cotangents, run_again = self._cotangents(range(call, call + 1)), [0] if call in order[:number] else []
-            moving, rounding = run(
-                cotangents, self._outputs[within], known[within], [0], allowed.__getitem__, run_again
-            )
+            parts = [(self._calls, order, False)]
+        else:
+            parts = [(range(call, call + 1), [0], call in order[:number]) for number, call in enumerate(order)]
+        for calls, positions, is_repeated in parts:
+            within = slice(calls.start, calls.stop)
+            vjps = self._cotangents(calls), self._outputs[within], known[within], positions
+            tolerance = partial(self._tolerance, known, calls)
+            run_again = [0] if is_repeated else []
+            moving, rounding = first_varying(self._problem, self._settings, *vjps, tolerance, run_again)
             self._rounding = max(self._rounding, rounding)
             if moving is not None:
                 return moving
         return None
 
-    def _tolerance(self, known: Tensor, call: int) -> float:
-        """The allowed difference of a gradient from run to run."""
+    def _tolerance(self, known: Tensor, calls: range, position: int) -> float:
+        """The allowed difference of a gradient from run to run; position: of its call among some calls."""
+        call = calls[position]
         if self._problem.m == 1 or 0 < call <= len(self._rows):
             return self._settings.nondet_tol
         # A value that is not finite must recur. It does not count for the tolerance.
