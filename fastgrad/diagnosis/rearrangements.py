@@ -231,7 +231,7 @@ def adjoint(words: Wording) -> str:
 
 def _of_permutations(matrices: _Matrices, sample: Sample, words: Wording) -> Iterator[Cause]:
     """The cause if each row, or each column, has the right values in another order."""
-    if not sample.complete:
+    if not sample.complete or min(matrices.size) < 2:
         return
     a, n = (matrix.reshape(matrices.size) for matrix in (matrices.analytical, matrices.numerical))
     if a.is_complex():
@@ -241,8 +241,6 @@ def _of_permutations(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
     is_mask = torch.unique(classes(n[n != 0])).numel() < MIN_DISTINCT
     off = [(a.sort(dim).values - n.sort(dim).values).abs().max() for dim in (0, 1)]
     if not matrices.supports(2):
-        return
-    if min(n.shape) < 2:
         return
     for dim, what, count in ((1, words.vector("input"), n.shape[1]), (0, words.vector("output"), n.shape[0])):
         difference = max(off) if is_mask else off[dim]
@@ -333,8 +331,7 @@ def _of_reductions(matrices: _Matrices, sample: Sample, words: Wording) -> Itera
         yield Cause("overwritten", _overwritten(words), measure, 0.94)
         return
     if not bool(extra.any()) and int(lost.sum()) * 2 >= total > 1 and both and spread and in_rows and share >= 0.45:
-        omits = _omits(words, "most" if share > 0.55 else "about half")
-        text = f"{omits}: {_no_sum(words, _summed_dims(matrices, sample))}, or a mean or norm is treated as a constant"
+        text = _missing_sum(words, "most" if share > 0.55 else "about half", _summed_dims(matrices, sample))
         measure = (
             f"{int(lost.sum())} of {total} wrong entries are zero; at least half of the input elements with such zeros "
             "also have nonzero analytical entries"
@@ -368,18 +365,15 @@ def _overwritten(words: Wording) -> str:
     )
 
 
-def _omits(words: Wording, share: str) -> str:
+def _missing_sum(words: Wording, share: str, dims: list[int]) -> str:
     gradient, omits = ("tangent", "does not reach") if words.is_forward else ("gradient", "omits")
-    return f"the {gradient} of each element of {words.input} {omits} {share} of the outputs that depend on the element"
-
-
-def _no_sum(words: Wording, dims: list[int]) -> str:
     missing = f"a sum or a mean over {words.vectors} is missing"
-    if not dims:
-        return missing
-    if words.is_forward:
-        missing = "the tangent is not expanded"
-    return f"{missing} along dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))} of {words.output}"
+    if dims:
+        missing = "the tangent is not expanded" if words.is_forward else missing
+        missing += f" along dimension{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))} of {words.output}"
+    reason = f"{missing}, or a mean or norm is treated as a constant"
+    outputs = f"{share} of the outputs that depend on the element"
+    return f"the {gradient} of each element of {words.input} {omits} {outputs}: {reason}"
 
 
 def _is_outer(error: Tensor, n: Tensor) -> bool:
