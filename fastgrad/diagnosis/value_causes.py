@@ -98,24 +98,15 @@ def _factor(k: float, measure: str, sizes: dict[str, int], confidence: float, se
     if abs(k + 1) <= EXACT:
         text = "every wrong analytical entry is -1 x the numerical one: a sign is wrong"
         return Cause("sign", text, measure, confidence + 0.01)
-    known = [what for what, size in sizes.items() if size > 2 and abs(k / size - 1) <= EXACT]
-    inverse = [what for what, size in sizes.items() if size > 2 and abs(k * size - 1) <= EXACT]
-    why = f": the factor {1 / k:.4g} is missing"
-    superfluous = f", or the factor {k:.4g} is superfluous" if abs(k) > 1 else ""
-    named = [name for value, name in NAMED_FACTORS.items() if abs(k * value - 1) <= EXACT]
-    if named:
-        why += f", perhaps {named[0]}"
-    elif known:
-        why += f", perhaps a mean over {known[0]}"
-    elif inverse:
-        why += f", perhaps a mean instead of a sum over {inverse[0]}"
-    else:
-        counts = [what for what, size in sizes.items() if size > 2 and abs(k * size - selected) <= EXACT * selected]
-        if counts and selected > 1:
-            why += f", perhaps a mean over {counts[0]} instead of the {selected} elements that func uses"
-        else:
-            why += superfluous
-    text = f"every wrong analytical entry is {k:.4g} x the numerical one{why}"
+    large = [(what, size) for what, size in sizes.items() if size > 2]
+    perhaps = [name for value, name in NAMED_FACTORS.items() if abs(k * value - 1) <= EXACT]
+    perhaps += [f"a mean over {what}" for what, size in large if abs(k / size - 1) <= EXACT]
+    perhaps += [f"a mean instead of a sum over {what}" for what, size in large if abs(k * size - 1) <= EXACT]
+    if selected > 1:
+        counts = [what for what, size in large if abs(k * size - selected) <= EXACT * selected]
+        perhaps += [f"a mean over {what} instead of the {selected} elements that func uses" for what in counts]
+    why = f", perhaps {perhaps[0]}" if perhaps else f", or the factor {k:.4g} is superfluous" if abs(k) > 1 else ""
+    text = f"every wrong analytical entry is {k:.4g} x the numerical one: the factor {1 / k:.4g} is missing{why}"
     return Cause("constant factor", text, measure, confidence)
 
 
