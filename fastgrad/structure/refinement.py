@@ -128,7 +128,7 @@ class Refinement:
         settled = (self._idle >= PATIENCE) & (blocks[self._tensor] >= BLOCKS_BEFORE_GIVING_UP)
         divisible = self._last - self._first > smallest[self._tensor]
         self._active = np.flatnonzero(divisible & ~settled & (np.diff(self._starts) > 0))
-        self._lists = _select(self._starts, self._members, self._active)
+        self._lists = _lists(self._starts, self._members, self._active)
         self._to_hubs = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         if self._splits_hubs and self._active.size >= BLOCKS_BEFORE_GIVING_UP:
             self._split_hubs()
@@ -183,7 +183,7 @@ class Refinement:
         children: list[Indices] = [2 * blocks, 2 * blocks + 1]
         for begin, end in pairwise(color_starts.tolist()):
             chosen = order[begin:end]
-            part_starts, part = _select(starts, members, chosen)
+            part_starts, part = _lists(starts, members, chosen)
             owner = np.full(self._targets, -1)
             owner[part] = np.repeat(chosen, np.diff(part_starts))
             for side, (low, high) in enumerate(((first, middle), (middle, last))):
@@ -215,7 +215,7 @@ class Refinement:
         separated = (after <= SEPARATES * before[:, None]).any(1)
         idle = np.where(separated, 0, self._idle[active] + 1)
         rest = np.delete(np.arange(self._first.size), active)
-        rest_starts, rest_members = _select(self._starts, self._members, rest)
+        rest_starts, rest_members = _lists(self._starts, self._members, rest)
 
         def halves(values: Indices, left: Indices, right: Indices) -> Indices:
             return np.concatenate([values[rest], np.stack([left, right], 1).reshape(-1)])
@@ -232,11 +232,6 @@ class Refinement:
         block = np.empty(self._sources, dtype=np.int64)
         block[self._order] = np.repeat(in_order, (self._last - self._first)[in_order])
         return _lists(self._starts, self._members, block)
-
-
-def _select(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices, Indices]:
-    """CSR of the chosen lists; if all are chosen, they must be in order."""
-    return (starts, members) if chosen.size == starts.size - 1 else _lists(starts, members, chosen)
 
 
 def _lists(starts: Indices, members: Indices, chosen: Indices) -> tuple[Indices, Indices]:
