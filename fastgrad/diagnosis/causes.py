@@ -357,12 +357,10 @@ def _of_modes(failure: Failure, evidence: Evidence, settings: Settings) -> Itera
     numerical, analytical = complex(worst.numerical), complex(worst.analytical)
     if not math.isfinite(modulus(numerical)):
         return  # the tolerance is infinite as well, so every value would be within it
-    tolerances = settings.of(failure.input or 0)
-    allowed = tolerances.atol + tolerances.rtol * modulus(numerical)
     adjoint = "" if evidence.adjoint_error is None else f"; error of the adjoint test {evidence.adjoint_error:.2g}"
     measure = f"{name} mode gives {_number(other, digits_apart(analytical, numerical))}{adjoint}"
     confidence = 0.97 if settings.check_forward_ad and settings.check_backward_ad else 0.45
-    if modulus(other - numerical) <= allowed:
+    if modulus(other - numerical) <= worst.allowed:
         text = f"{name} mode gives the right value of the worst entry, so only {own} is wrong"
         yield Cause("modes disagree", text, measure, confidence)
     elif modulus(other - analytical) <= EXACT * modulus(analytical) and modulus(other) > 0:
