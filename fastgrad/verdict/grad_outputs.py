@@ -136,11 +136,10 @@ def batched_failure(graph: native.Graph, problem: Problem | SmallBackward, setti
     for number, tensor in enumerate(graph.outputs):
         vectors = batch_vectors(tensor, settings.seed)
         single = [graph.vjp_of_one(number, vector) for vector in vectors.unbind()]
-        vectorized = raises_memory_error(partial(_vectorized_vjp, graph, number, vectors))
         try:
-            batched = vectorized()
+            batched = _vectorized_vjp(graph, number, vectors)
         except RuntimeError as error:
-            raise_if_transient(error, vectorized)
+            raise_if_transient(error, partial(_vectorized_vjp, graph, number, vectors))
             return Failure.at("batched raises", problem.outputs[number], detail=str(error), cause=error)
         if not native.are_close(batched, single):
             for block, *gradients in zip(problem.inputs, batched, *single, strict=True):
@@ -150,6 +149,7 @@ def batched_failure(graph: native.Graph, problem: Problem | SmallBackward, setti
     return None
 
 
+@raises_memory_error
 def _vectorized_vjp(graph: native.Graph, number: int, vectors: Tensor) -> list[Tensor | None]:
     # Of a copy, because a backward may write into grad_output, and may return it as a gradient.
     return native.vectorized_vjp(graph, number, vectors.clone())
