@@ -4,6 +4,7 @@
 #include "evaluator.h"
 #include "graph_nodes.h"
 #include "kept_tensor.h"
+#include "memory.h"
 #include "ops/compare.h"
 #include "ops/direction.h"
 #include "ops/flatten.h"
@@ -217,6 +218,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("backward_streams", torch::wrap_pybind_function(&fastgrad::backward_streams));
   module.def("is_plain_zero", torch::wrap_pybind_function(&fastgrad::is_plain_zero));
   module.def("explained_sums", torch::wrap_pybind_function(&fastgrad::explained_sums));
+  module.def("empty_vectors", torch::wrap_pybind_function(&fastgrad::empty_vectors));
   module.def("largest_residuals", torch::wrap_pybind_function(&fastgrad::largest_residuals));
   module.def("largest_errors", torch::wrap_pybind_function(&fastgrad::largest_errors));
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));

@@ -1,5 +1,6 @@
 #include "blocks.h"
 
+#include "memory.h"
 #include "ops/common.h"
 #include "ops/flatten.h"
 #include "rows.h"
@@ -212,7 +213,8 @@ at::Tensor flattened(const std::vector<at::Tensor>& tensors) {
     total += coordinate_count(tensor);
   }
   const BelowAutograd guard;
-  const at::Tensor flat = at::empty({1, total}, tensors[0].options().dtype(at::kDouble));
+  const auto options = tensors[0].options().dtype(at::kDouble);
+  const at::Tensor flat = tensors[0].is_cpu() ? empty_vectors({1, total}) : at::empty({1, total}, options);
   int64_t offset = 0;
   for (const at::Tensor& tensor : tensors) {
     const int64_t size = coordinate_count(tensor);

@@ -2,13 +2,13 @@
 #include "evaluator.h"
 
 #include "kernels/difference.h"
+#include "memory.h"
 #include "ops/common.h"
 #include "rows.h"
 #include "two_points.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/maximum.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 
@@ -147,15 +147,14 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
                  known->directions.size(0) == count && known->directions.size(1) == size_),
       "screening_derivatives: known must be derivatives without measured noise along ", count, " directions of ", size_,
       " coordinates, for ", m, " coordinates of the outputs");
-  const auto vector = [&](int64_t size) { return at::empty({size}, base.options()); };
-  const at::Tensor displacement = vector(size_);
-  at::Tensor first_values = at::empty({2, m}, base.options());
-  std::vector<at::Tensor> memory{first_values.select(0, 0), first_values.select(0, 1), vector(m)};
-  const at::Tensor rounding = vector(m);
+  const at::Tensor displacement = empty_vectors({size_});
+  at::Tensor first_values = empty_vectors({2, m});
+  std::vector<at::Tensor> memory{first_values.select(0, 0), first_values.select(0, 1), empty_vectors({m})};
+  const at::Tensor rounding = empty_vectors({m});
   Derivatives into;
-  into.directions = at::empty({count, size_}, base.options());
-  into.derivatives = at::empty({count, m}, base.options());
-  into.noise = at::zeros({m}, base.options());
+  into.directions = empty_vectors({count, size_});
+  into.derivatives = empty_vectors({count, m});
+  into.noise = empty_vectors({m}).zero_();
   into.measures_noise = measure_noise || known;
   const auto by_output = [&](const auto& visit) {
     int64_t offset = 0;
@@ -234,8 +233,8 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
             !(norm_of(into.noise) <= budget && error.curvature <= budget * norm_of(into.derivatives.select(0, 0)));
         if (!into.measures_noise) {
           into.first_values = first_values;
-          memory[0] = vector(m);
-          memory[1] = vector(m);
+          memory[0] = empty_vectors({m});
+          memory[1] = empty_vectors({m});
         }
       }
       if (into.measures_noise) {

@@ -3,6 +3,7 @@
 
 #include "graph_nodes.h"
 #include "graph_runner.h"
+#include "memory.h"
 #include "ops/common.h"
 #include "ops/decompress.h"
 #include "ops/perturb_coordinate.h"
@@ -411,7 +412,7 @@ std::tuple<at::Tensor, GradientsMatch> vjp_coordinates(
         gradients = found[0].view({1, n});
       } else {
         if (!gradients.defined()) {
-          gradients = at::empty({count, n}, cotangents.options());
+          gradients = cotangents.is_cpu() ? empty_vectors({count, n}) : at::empty({count, n}, cotangents.options());
         }
         flatten_gradients(found, inputs, gradients, k, match, unspecified);
       }

@@ -384,15 +384,20 @@ def all_count_fully(weight: Tensor) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Cotangent:
-    """A row of V: a function that makes its vector in R^m, its kind, the factor of its threshold, and its layout.
+    """A row of V: a function that writes its values, its kind, the factor of its threshold, and its layout.
 
     The vector is made again for each use, with the same values. This costs less than keeping it in memory.
     """
 
-    vector: Callable[[], Tensor]
+    like: Tensor
+    fill_: Callable[[Tensor], Tensor]
     kind: str
     scale: float = 1.0
     layout: Layout = Layout.CONTIGUOUS
+
+    def vector(self) -> Tensor:
+        """The vector: float64, shape (m,)."""
+        return self.fill_(torch.empty_like(self.like))
 
 
 def imaginary_parts(like: Tensor, outputs: Sequence[slice]) -> Tensor | None:
@@ -414,18 +419,18 @@ def cotangents(
     """
     plain = all_count_fully(weight)
 
-    def values(kind: GradOutputKind, number: int) -> Tensor:
-        vector = torch.empty_like(weight)
+    def fill_(kind: GradOutputKind, number: int, vector: Tensor) -> Tensor:
         kind.fill_(vector, seed, SKETCH_COTANGENTS + 16 * number)
         return vector if plain or kind is EXPANDED else vector.mul_(weight)
 
     for number in range(count):
         kind, text = (DENSE, "a random grad_output") if number else (NON_CONTIGUOUS, NON_CONTIGUOUS.text)
-        yield Cotangent(partial(values, kind, attempt * (count + 1) + number), text, layout=kind.layout)
+        yield Cotangent(weight, partial(fill_, kind, attempt * (count + 1) + number), text, layout=kind.layout)
     if imaginary is not None and not attempt:
-        yield Cotangent(lambda: values(DENSE, count).masked_fill_(imaginary, 0.0), "a random real grad_output")
+        real = "a random real grad_output"
+        yield Cotangent(weight, lambda vector: fill_(DENSE, count, vector).masked_fill_(imaginary, 0.0), real)
     for kind in () if attempt else (HALVED, SPARSE, EXPANDED):
-        yield Cotangent(partial(values, kind, count), kind.text, abs(kind.scale), kind.layout)
+        yield Cotangent(weight, partial(fill_, kind, count), kind.text, abs(kind.scale), kind.layout)
 
 
 @dataclass(eq=False, slots=True)

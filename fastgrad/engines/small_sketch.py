@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastgrad.core import native
 from fastgrad.core.native import Layout
 from fastgrad.engines.blocks import MAX_AT_ONCE, REPEAT_SCALE, one_hot_elements
 from fastgrad.engines.sketch import cotangents, imaginary_parts
@@ -97,30 +98,32 @@ def weighted_grad_outputs(
     random = list(cotangents(seed, weight, count, 0, imaginary_parts(weight, pairs)))
     if not is_custom:
         del random[count]  # removes the cotangent that is half zero
-    rows = [(one.vector(), one.layout, -1, abs(one.scale)) for one in random]
-    expanded, repeated = len(rows) - 1, rows[REPEATED][0]
-    one_hot: dict[int, int] = {}
+    expanded = len(random) - 1
+    found = _one_hot_coordinates(layout, seed) if is_custom else {}
     if is_custom:
-        found = _one_hot_coordinates(layout, seed)
         # One more coordinate, inside the outputs, because the rows of their last elements may be zero.
         found.setdefault((seed + weight.numel() // 2) % weight.numel(), -1)
-        for coordinate, output in found.items():
-            one = torch.zeros_like(weight)
-            one[coordinate] = 1.0
-            one_hot[len(rows)] = coordinate
-            rows.append((one, Layout.CONTIGUOUS, output, 1.0))
-    else:
-        mostly_zero = rows[expanded - 1][0]
+    one_hot = dict(enumerate(found, len(random)))
+    of_all = len(random) + len(one_hot)
+    separate = list(range(of_all, of_all + len(layout))) if len(layout) > 1 else []
+    vectors = native.empty_vectors([of_all + len(separate), weight.numel()])
+    for row, one in zip(vectors, random, strict=False):
+        one.fill_(row)
+    for number, coordinate in one_hot.items():
+        vectors[number].zero_()[coordinate] = 1.0
+    if not is_custom:
+        mostly_zero = vectors[expanded - 1]
         for first, width, elements in layout:
             last = slice(first + width * max(0, elements - 1), first + width * elements)
             mostly_zero[last] = torch.where(mostly_zero[last] == 0, weight[last], mostly_zero[last])
-    of_all = len(rows)
-    separate = list(range(of_all, of_all + len(layout))) if len(layout) > 1 else []
-    rows += [(repeated, Layout.CONTIGUOUS, output, math.inf) for output in range(len(separate))]
-    vectors, layouts, only, shares = (list(column) for column in zip(*rows, strict=True))
+    vectors[of_all:] = vectors[REPEATED]
+    layouts = [one.layout for one in random] + [Layout.CONTIGUOUS] * (len(vectors) - len(random))
+    only = [-1] * len(random) + [*found.values()] + list(range(len(separate)))
+    shares = [abs(one.scale) for one in random] + [1.0] * len(one_hot) + [math.inf] * len(separate)
     again = max(one_hot, key=one_hot.__getitem__, default=-1)
-    early = torch.stack([repeated * REPEAT_SCALE] + ([vectors[again]] if is_custom else []))
+    early = vectors[[REPEATED, again] if is_custom else [REPEATED]]
+    early[0] *= REPEAT_SCALE
     early_only = [-1] + ([only[again]] if is_custom else [])
     return ScreeningGradOutputs(
-        torch.stack(vectors), layouts, only, shares, early, early_only, again, one_hot, separate, expanded, of_all
+        vectors, layouts, only, shares, early, early_only, again, one_hot, separate, expanded, of_all
     )
