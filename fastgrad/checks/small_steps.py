@@ -64,8 +64,8 @@ def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor
         check.steps.append((step, budget, differences))
         known = None if differences.measures_noise else differences
         count += differences.measures_noise
-        weighed = _weight(check, differences, 1.0)
-        if weighed is not None and differences.is_complete:
+        weighed = _weight(check, differences, 1.0) if differences.is_complete else None
+        if weighed is not None:
             yield differences, *weighed
             if known is not None:
                 continue
@@ -81,8 +81,7 @@ def _step_factor(check: SmallCheck, differences: Derivatives) -> float | None:
     None if neither is the reason for the noise: this may be a kink, or a func that returns other values for the same
     inputs.
     """
-    # If noise hides nothing, the sums do not agree: noise may be larger along another direction.
-    if _weight(check, differences, 1.0) is None and _weight(check, differences, SMALLER_STEP**2) is None:
+    if _weight(check, differences, SMALLER_STEP**2) is None:
         return None
     noise = float(torch.linalg.vector_norm(differences.noise))
     derivative = float(torch.linalg.vector_norm(differences.derivatives[0]))

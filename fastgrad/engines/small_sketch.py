@@ -107,22 +107,23 @@ def weighted_grad_outputs(
     of_all = len(random) + len(one_hot)
     separate = list(range(of_all, of_all + len(layout))) if len(layout) > 1 else []
     vectors = native.empty_vectors([of_all + len(separate), weight.numel()])
-    for row, one in zip(vectors, random, strict=False):
+    rows = vectors.unbind()
+    for row, one in zip(rows, random, strict=False):
         one.fill_(row)
     for number, coordinate in one_hot.items():
-        vectors[number].zero_()[coordinate] = 1.0
+        rows[number].zero_()[coordinate] = 1.0
+    for number in separate:
+        rows[number].copy_(rows[REPEATED])
     if not is_custom:
-        mostly_zero = vectors[expanded - 1]
+        mostly_zero = rows[expanded - 1]
         for first, width, elements in layout:
             last = slice(first + width * max(0, elements - 1), first + width * elements)
             mostly_zero[last] = torch.where(mostly_zero[last] == 0, weight[last], mostly_zero[last])
-    vectors[of_all:] = vectors[REPEATED]
-    layouts = [one.layout for one in random] + [Layout.CONTIGUOUS] * (len(vectors) - len(random))
+    layouts = [one.layout for one in random] + [Layout.CONTIGUOUS] * (len(rows) - len(random))
     only = [-1] * len(random) + [*found.values()] + list(range(len(separate)))
     shares = [abs(one.scale) for one in random] + [1.0] * len(one_hot) + [math.inf] * len(separate)
     again = max(one_hot, key=one_hot.__getitem__, default=-1)
-    early = vectors[[REPEATED, again] if is_custom else [REPEATED]]
-    early[0] *= REPEAT_SCALE
+    early = torch.stack([rows[REPEATED] * REPEAT_SCALE] + ([rows[again]] if is_custom else []))
     early_only = [-1] + ([only[again]] if is_custom else [])
     return ScreeningGradOutputs(
         vectors, layouts, only, shares, early, early_only, again, one_hot, separate, expanded, of_all
