@@ -96,16 +96,16 @@ def _failure_section(report: ReportData) -> str:
         return section("Failure", f"<pre>{escape(message)}</pre>")
     comparison, names = failure.comparison, messages.names_of(report, failure)
     lines = [f"{message.partition(chr(10))[0].rstrip(',')}."]
-    where = messages.extent_line(names, comparison).partition(", ")[2]
-    lines += [_sentence(clause) for clause in (where, failure.detail) if clause]
-    rows = []
+    where, rows = "", []
     if comparison.extent is not None:
+        where = messages.extent_text(comparison.extent, names, comparison.mismatches)
         sides = zip(names, (comparison.extent.output, comparison.extent.input), strict=True)
         rows = [
             (f"{name}, dimension {dimension}", f"{span.count:,} of {span.size:,}", messages.places_text(span))
             for name, spans in sides
             for dimension, span in enumerate(spans)
         ]
+    lines += [_sentence(clause) for clause in (where, failure.detail) if clause]
     extent = table(("wrong entries along", "places", "which"), rows, (1,)) if rows else ""
     return section("Failure", "".join(f"<p>{escape(line)}</p>" for line in lines), extent)
 

@@ -108,8 +108,9 @@ class Findings:
         self.certificates += other.certificates
         self.sample = other.sample or self.sample
         self.backward, self.early = other.backward or self.backward, other.early or self.early
-        self.vjp_varies = self.vjp_varies or other.vjp_varies
-        self.tangents = self.tangents or other.tangents
+        self.vjp_varies, self.jvp_varies = self.vjp_varies or other.vjp_varies, self.jvp_varies or other.jvp_varies
+        self.domains_match = self.domains_match and other.domains_match
+        self.batched, self.tangents = self.batched or other.batched, self.tangents or other.tangents
         if other.undecided is not None:
             self.undecided = max(other.undecided, self.undecided or 0.0)
 
