@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
+from fastgrad.core import native
 from fastgrad.core.memory import UNKNOWN_BYTES, free_bytes, raises_memory_error
 from fastgrad.core.native import IS_NATIVE
 from tests.costs import set_costs
@@ -107,6 +108,23 @@ def test_the_allocators_error_is_a_memory_error() -> None:
 
     with pytest.raises(RuntimeError, match="planted"):
         raises_memory_error(other)()
+
+
+@pytest.mark.skipif(not IS_NATIVE, reason="plain Python has no small checks")
+@pytest.mark.parametrize("count", [0, 1, 1 << 18, (1 << 18) + 1])
+def test_vectors_in_small_and_huge_pages(count: int) -> None:
+    vectors = native.empty_vectors([2, count])
+    assert vectors.shape == (2, count)
+    assert vectors.dtype == torch.float64
+    assert vectors.is_contiguous()
+    vectors.fill_(1.0)
+    assert float(vectors.sum()) == 2 * count
+
+
+@pytest.mark.skipif(not IS_NATIVE, reason="plain Python has no small checks")
+def test_vectors_for_which_there_is_no_memory() -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        native.empty_vectors([1 << 50])
 
 
 def leaf(*shape: int) -> Tensor:
