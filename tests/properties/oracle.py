@@ -508,8 +508,11 @@ _ROWS: dict[str, Callable[[Program, Verdict, Verdict, frozenset[str]], bool]] = 
         and "one-hot" not in wrong
         and (_others_wrong(wrong) or program.error == "clamp")
     ),
-    "backward not linear in grad_output, raises": lambda program, torchs, own, wrong: (
-        f"but not for all: {torchs.word} for" in own.message and "one-hot raises" not in wrong and _others_wrong(wrong)
+    "backward that raises for other than one-hot grad_outputs": lambda program, torchs, own, wrong: (
+        own.kind == "raises" and "one-hot raises" not in wrong and _others_wrong(wrong)
+    ),
+    "backward that modifies its grad_output": lambda program, torchs, own, wrong: (
+        torchs.word == "pass" and own.kind == "modified grad_output" and program.error == "scales grad_output"
     ),
     "jvp not linear in its tangent": lambda program, torchs, own, wrong: (
         torchs.word == "pass"
@@ -537,6 +540,9 @@ _ROWS: dict[str, Callable[[Program, Verdict, Verdict, frozenset[str]], bool]] = 
     ),
     "gradgradcheck of a func without differentiable outputs": lambda program, torchs, own, wrong: (
         KINDS[program.kind].second_order and own.word == "ValueError" and not _tracked(program.results())
+    ),
+    "a sparse output, and no output requires grad": lambda program, torchs, own, wrong: (
+        torchs.word == "RuntimeError" and "Sparse output is not supported" in own.message
     ),
 }
 """Rows of docs/differences.md by what must hold of a program, the two verdicts, torch's first, and its flaws."""
