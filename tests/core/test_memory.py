@@ -125,6 +125,10 @@ def test_vectors_in_small_and_huge_pages(count: int) -> None:
 def test_vectors_for_which_there_is_no_memory() -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         native.empty_vectors([1 << 50])
+    with pytest.raises(RuntimeError, match="overflow"):
+        native.empty_vectors([1 << 62, 4])
+    with pytest.raises(RuntimeError, match="negative"):
+        native.empty_vectors([-2, -(1 << 20)])
 
 
 def leaf(*shape: int) -> Tensor:
