@@ -81,6 +81,9 @@ def _step_factor(check: SmallCheck, differences: Derivatives) -> float | None:
     None if neither is the reason for the noise: this may be a kink, or a func that returns other values for the same
     inputs.
     """
+    if differences.is_complete and _weight(check, differences, 1.0) is not None:
+        # The sums do not agree. Another direction may be curved more. A larger step might average an error to zero.
+        return SMALLER_STEP
     if _weight(check, differences, SMALLER_STEP**2) is None:
         return None
     noise = float(torch.linalg.vector_norm(differences.noise))
