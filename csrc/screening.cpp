@@ -250,7 +250,7 @@ std::variant<Derivatives, Changed> Evaluator::screening_derivatives(
                                is_too_curved(noise, output_rounding / widest, size, error);
         // If derivatives are known, sums disagreed at this step: this must be explained here.
         const bool is_rounded =
-            !known && budget > 0 && noise > too_noisy / 2 * budget && is_rounding(noise, size, error);
+            !known && !measure_noise && budget > 0 && noise > too_noisy / 2 * budget && is_rounding(noise, size, error);
         // An eighth of the step reduces errors from curvature to one 64th.
         if (is_curved || is_rounded ||
             (budget > 0 && has_kink(into.noise, derivative, 64 * too_noisy * budget, curve))) {

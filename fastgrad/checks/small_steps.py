@@ -185,7 +185,7 @@ def changing_steps_repeat(check: SmallCheck, last_agrees: bool) -> bool:
 def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivatives]]) -> bool:
     """Whether the differences of some steps are the same when they are repeated; notes if they are not."""
     for step, budget, before in steps:
-        again = _differences(check, step, budget, before.measures_noise)
+        again = _differences(check, step, budget, _measures_again(before))
         rounding = rounding_of_differences(check, step)
         # The result is None if func now raises or returns outputs of another kind.
         if again is None or any(
@@ -197,6 +197,11 @@ def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivati
     return True
 
 
+def _measures_again(before: Derivatives) -> bool:
+    """Whether a repetition must measure noise. Incomplete derivatives are repeated up to where they were left out."""
+    return before.measures_noise and before.is_complete
+
+
 def noise_repeats(check: SmallCheck) -> bool:
     """Whether noise that no other step reduces enough is that of func; notes if func returned other values once."""
     for step, budget, differences in check.steps[-1:]:
@@ -204,7 +209,7 @@ def noise_repeats(check: SmallCheck) -> bool:
             check.settings,
             rounding_of_differences(check, step),
             differences,
-            partial(_differences, check, step, budget, differences.measures_noise),
+            partial(_differences, check, step, budget, _measures_again(differences)),
             is_quiet=lambda again: _weight(check, again, 1.0) is not None,
             values_move=partial(_values_vary, check),
         ):
