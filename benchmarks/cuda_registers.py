@@ -188,7 +188,7 @@ def table(result: dict[str, Any]) -> str:
     )
     columns = (
         '"instructions": instructions per element in the inner loop, in all its branches;',
-        '"of float64": those among them that compute in float64;',
+        '"of float64": how many of these compute in float64;',
         '"bytes": the memory traffic per element;',
         '"predicted": the bandwidth relative to a copy, computed from the number of instructions, without latencies;',
         '"measured": this bandwidth on an H200 (`benchmarks/results/nvidia-h200.json`).',
