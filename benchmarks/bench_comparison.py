@@ -337,8 +337,8 @@ tolerance |analytical - numerical| <= {ATOL:g} + {RTOL:g} |numerical|:
 SPEED = """
 ## Time
 
-The time of one check of a right gradient, for n inputs: the median of rounds in which the tool and fastgrad take turns.
-A check of more than {quick:g} s is run once. Imports, and jax's compilation at the first call of a size, are excluded.
+Each cell: the median time of a check of a right gradient with n inputs; the tool and fastgrad take turns. A check of
+more than {quick:g} s is run once. Imports, and jax's compilation at the first call of a size, are excluded.
 
 * "> cap": more than {cap:g} s, measured or predicted from the last two sizes (at least linear growth).
 * "> memory": more than {memory:g} GiB of address space.
@@ -354,7 +354,7 @@ The next table summarizes the columns above:
 * ratio: the tool's time, divided by that of the fastgrad checker under "compared with";
 * "faster": how many of these ratios are below 1.
 
-jax's first call of a size took {first}.
+jax's first call of a size, with the compilation, took {first}.
 
 | tool | fastest | compared with | faster | geometric mean of the ratio | smallest | largest |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -380,8 +380,8 @@ ERRORS = """
 ## Wrong gradients that are found
 
 Each tool checks {count} wrong gradients of functions with {n} inputs. The function is 2 sin(x), unless the name of the
-error says otherwise. With more inputs, for which numdifftools is too slow, tools that compare one number miss larger
-errors of one entry.
+error says otherwise. With more inputs, tools that compare one number miss larger errors of one entry. numdifftools
+would be too slow there.
 
 * In jax, the errors are implemented by `custom_vjp`. One cannot occur there ("-"): jax arrays have no strides.
 * For "by hand", the differences are computed from the forward alone, because `torch.func.vmap` has no rule for the

@@ -50,7 +50,8 @@ public issues (`tests/planted/history/`).
 
 Each cell has two verdicts: at inputs for which the issue occurs, and at an ordinary random point. The last row counts
 the errors that are found at the inputs of the issue, and the right versions of the same functions that pass there.
-`python -m benchmarks.bench_history` makes this table; torch {torch}, fastgrad {fastgrad}.
+jax's checker gets backward as a custom rule. `python -m benchmarks.bench_history` makes this table; torch {torch},
+fastgrad {fastgrad}.
 
 Not every checker can find every error:
 
@@ -58,7 +59,6 @@ Not every checker can find every error:
 * Some are wrong only for a non-contiguous grad_output, so the checker must pass one.
 * One is wrong only if backward is recorded (`create_graph=True`), so the checker must compare recorded and unrecorded
   gradients.
-* jax's checker compares random combinations. It gets backward as a custom rule.
 
 """
 
