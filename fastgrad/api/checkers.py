@@ -104,8 +104,8 @@ def gradcheck(
         floating or complex dtype (preferably double precision), are checked. Everything else is passed to
         func unchanged. The same tensor may be passed twice.
     eps
-        Step of the differences to each side: a number or a real tensor without dimensions, like atol and
-        rtol. Differences are divided by the step actually taken, rounded to the input's dtype.
+        Step of the differences to each side. Differences are divided by the step actually taken, which is rounded
+        to the input's dtype. eps, atol and rtol are numbers or real tensors without dimensions.
     atol, rtol
         Absolute and relative tolerance.
     raise_exception
@@ -125,10 +125,9 @@ def gradcheck(
     check_backward_ad
         Check reverse mode.
     fast_mode
-        Compare random combinations of the entries instead of every entry: the cost does not grow with
-        the size of the Jacobian. A wrong entry is located and confirmed separately. If the random
-        combinations do not decide, the exact engine does, if it is affordable; otherwise the check is
-        undecided.
+        Compare random combinations of the entries instead of every entry: the cost does not grow with the size of
+        the Jacobian. A wrong entry is located and confirmed separately. If the random combinations do not decide,
+        the exact engine does. If that is too expensive, the check is undecided.
     masked
         Ignore the unspecified elements of sparse inputs: only specified ones are perturbed, and
         gradients of the others must be zero. Otherwise sparse inputs are perturbed as copies with all
@@ -136,10 +135,10 @@ def gradcheck(
     check_sparse_nnz
         The old name of masked.
     engine
-        "auto" chooses the engine. "dense" computes every row and column. "compressed" computes groups of
-        rows and columns on the sparsity pattern of the Jacobian, even if "auto" would consider it too
-        expensive, and falls back to "dense" if there is no pattern; what the pattern does not explain is
-        "undecided". "sketch" (with fast_mode) uses random combinations for small problems too.
+        "auto" chooses the engine. "dense" computes every row and column. "compressed" computes groups of rows and
+        columns on the sparsity pattern of the Jacobian, even if "auto" would consider it too expensive. Without a
+        pattern, it is replaced by "dense"; if the pattern does not explain all values, the check is undecided.
+        "sketch" (with fast_mode) uses random combinations for small problems too.
     seed
         Seed of the random cotangents and evaluation points; 0 by default. Torch's generators are not used.
     confidence
@@ -149,9 +148,8 @@ def gradcheck(
         Show a progress bar of the calls of func and backward (tqdm). By default it is shown on a terminal
         if the check is expected to take long and tqdm is installed.
     memory_limit
-        Bytes for the block of numerical columns that is held at a time; by default half of the free
-        memory. With a smaller limit, more VJPs are repeated, and a compressed Jacobian may have fewer
-        entries.
+        Bytes for the numerical columns that are held at a time; by default half of the free memory. With a smaller
+        limit, more VJPs are repeated, and sparsity is used only for Jacobians with fewer entries.
     reference
         For inputs in float32, bfloat16 or float16: the function in double precision with which func is
         compared at the same values. Either a function of the same arguments, or "float64" for func itself. By
@@ -160,9 +158,9 @@ def gradcheck(
     reference_device
         Device on which the reference runs; by default the device of func.
     precision
-        "auto": gradients in a lower dtype are compared with those of the reference, and may differ by the
-        measured rounding of that dtype; eps, atol and rtol apply to the check of the reference by differences.
-        With "strict", or if eps, atol or rtol are given without a reference, they apply to every dtype.
+        "auto": gradients in a lower dtype may differ from those of the reference by the measured rounding of that
+        dtype. The reference is checked by differences, with eps, atol and rtol. "strict": eps, atol and rtol apply
+        to every dtype. The same if one of them is given without a reference.
 
     Returns
     -------
@@ -340,27 +338,26 @@ def check(
         nested lists, tuples, dicts, dataclasses and other containers of torch's pytree. Everything else is passed
         to func unchanged. Every call gets new containers with the caller's tensors.
     order
-        1: the gradients of func, as in `gradcheck`; 2: the gradients of its backward, as in `gradgradcheck`; 3: the
-        gradients of the backward of that backward, with random grad_outputs; 4: the same once more.
+        1: the gradients of func, as in `gradcheck`. 2: those of its backward, as in `gradgradcheck`. 3: those of
+        the backward of this backward, with random grad_outputs. 4: those of one more backward.
     kwargs
         Keyword arguments of func; tensors in them are checked like those of inputs.
     wrt
         Tensors whose derivatives are checked. "inputs": tensors in inputs and kwargs; "parameters": parameters
         of a module that require grad, a shared parameter once; "both": all of these (for a function, its inputs).
     eps, atol, rtol
-        As in `gradcheck`: one number for all inputs, one per checked tensor, in the order of
+        As in `gradcheck`. Either one number for all inputs, or one per checked tensor in the order of
         `Report.input_names`, or a mapping from names to numbers. A name also applies to all names below it (for
-        example "module"); inputs without a number have the default. Inputs with different steps are never
-        perturbed together. So random directions (of certificates and fast mode) take separate evaluations for each
-        step. Errors along these directions are measured in units of the input's own atol. Tests that combine all inputs
-        (linearity of a jvp) use the largest tolerances.
+        example "module"). Inputs without a number have the default. Inputs with different steps are never perturbed
+        together, so certificates and fast mode take separate evaluations for each step. Tests that combine all
+        inputs (linearity of a jvp) use the largest tolerances.
     check_forward_ad, check_backward_ad, check_batched_forward_grad
         With order=1, as in `gradcheck`.
     grad_outputs, gen_non_contig_grad_outputs, check_fwd_over_rev, check_rev_over_rev
         With order=2 and above, as in `gradgradcheck`. grad_outputs may be nested like func's result.
     reference
-        As in `gradcheck`. For a module whose parameters are checked, a module with the same parameters, which gets
-        the values of func's parameters; "float64" is a copy of func in double precision.
+        As in `gradcheck`. If func is a module whose parameters are checked, pass a module with the same parameters.
+        It gets the values of func's parameters. "float64" is a copy of func in double precision.
     group
         Process group whose ranks share the work, for example `torch.distributed.group.WORLD`. Every rank has func
         and all inputs, and calls this function with the same arguments. If computing the columns and rows of the
@@ -385,7 +382,7 @@ def check(
     ValueError, RuntimeError, TypeError, AssertionError, NotImplementedError, ImportError
         As in `gradcheck`; and exceptions of func.
     fastgrad.distributed.RankError
-        With `group`: the ranks' calls differ, or a rank raised, exited or hangs; a RuntimeError.
+        A RuntimeError, with `group`: the ranks' calls differ, or a rank raised, exited or hangs.
 
     Notes
     -----

@@ -35,8 +35,8 @@ def numerical_jacobian(
     """The Jacobians of func at inputs, from central differences that are divided by the steps actually taken.
 
     If the Jacobian is sparse, columns that share no row are perturbed together. Random directions certify that the
-    entries outside the sparsity pattern are zero, up to the precision of differences: one below about 1e-5, or below
-    about 1e-5 of the largest output, may be lost.
+    entries outside the sparsity pattern are zero. Entries below the precision of differences may be lost there: about
+    1e-5, or 1e-5 of the largest output.
 
     Parameters
     ----------
@@ -54,10 +54,10 @@ def numerical_jacobian(
     Returns
     -------
     tuple of tuple of Tensor
-        One float64 tensor per pair of an output and an input that require grad (if no output requires grad, all
-        floating and complex outputs count). Strided: shape ``(*output.shape, *input.shape)``, with a further
-        dimension of size 2 (real and imaginary part) after the shape of a complex tensor. Sparse: two-dimensional,
-        with one row per real coordinate of the output and one column per real coordinate of the input.
+        One float64 tensor per pair of an output and an input that require grad. If no output requires grad, all
+        floating and complex outputs count. Strided: shape ``(*output.shape, *input.shape)``; the shape of a complex
+        tensor is followed by a dimension of size 2 (real and imaginary part). Sparse: two-dimensional, with one row per
+        real coordinate of the output and one column per real coordinate of the input.
 
     Raises
     ------
@@ -105,8 +105,8 @@ def analytical_jacobian(
     """The Jacobians of func at inputs, computed by autograd in reverse or forward mode.
 
     If the Jacobian is sparse, rows that share no column share one VJP in reverse mode. Random cotangents certify that
-    the entries outside the sparsity pattern are zero, up to rounding: one below about 1e-14, or below about 1e-14 of
-    the largest entry of its column, may be lost.
+    the entries outside the sparsity pattern are zero. Entries below rounding may be lost there: about 1e-14, or 1e-14
+    of the largest entry of the column.
 
     Parameters
     ----------

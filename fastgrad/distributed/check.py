@@ -63,12 +63,13 @@ def check(
 ) -> Report:
     """Checks the gradients of a function whose tensors are distributed over the ranks of a process group.
 
-    All ranks call this function at the same time, with the same func and their own parts of the inputs. It checks the
-    function of the whole tensors: the parts of `Shard(dim)` are concatenated along a dimension, `Replicate()` is one
-    tensor that all ranks hold, and `Partial()` is the sum of the ranks' tensors. A coordinate of a whole input is
-    perturbed on all ranks that hold it in the same call of func. Inner products count replicated elements once. Rank
-    0 runs `fastgrad.check`, and the other ranks take part in every call of func and of backward, so that all ranks
-    enter each collective equally often.
+    All ranks call this function at the same time, with the same func and their parts of the inputs. Rank 0 runs
+    `fastgrad.check` with respect to the whole tensors. The other ranks take part in every call of func and of backward,
+    so all ranks enter each collective equally often.
+
+    The whole tensor of `Shard(dim)` is the concatenation of the parts along a dimension. That of `Replicate()` is the
+    tensor that all ranks hold, whose elements count once. That of `Partial()` is the sum of the ranks' tensors. One
+    call of func perturbs a coordinate of a whole input on all ranks that hold it.
 
     Parameters
     ----------
@@ -79,13 +80,13 @@ def check(
         A tensor, or a tuple or list. Tensors with requires_grad=True are checked; everything else is passed to func
         unchanged. Parts of a sharded input may differ in size along its dimension.
     placements
-        Placement of each input: `Shard(dim)`, `Replicate()` or `Partial()` of torch.distributed.tensor; None for
-        inputs that are not checked. DTensors have a placement; their mesh must have one dimension.
+        Placement of each input: `Shard(dim)`, `Replicate()` or `Partial()` of torch.distributed.tensor. None for inputs
+        that are not checked, and for DTensors, which have a placement; their mesh must have one dimension.
     outputs
         Placement of each result.
     gradients
         Placement of the gradient of each input. By default as in DTensor: the placement of the input, but Replicate()
-        if the input is Partial(). The gradient of a replicated parameter that is not reduced yet is Partial().
+        if the input is Partial(). Pass Partial() for the gradient of a replicated parameter that is not reduced yet.
     output_gradients
         Placement of the grad_output of each result. For a Replicate() result, Partial() means that the ranks'
         grad_outputs add up, because each rank computes its own loss.
@@ -111,7 +112,7 @@ def check(
 
     Notes
     -----
-    Source: the conventions are those of `torch.distributed.tensor`; docs/distributed.md has the derivation.
+    The conventions are those of `torch.distributed.tensor`; docs/distributed.md explains them.
 
     Examples
     --------

@@ -52,9 +52,9 @@ class Space:
 
     @property
     def of_gradients(self) -> Space:
-        """The placements of the gradient; the gradient with respect to it is placed like the tensor.
+        """The placements of the gradient, and of derivatives with respect to it: that of the tensor.
 
-        An exception are DTensors: torch adds up the parts of a gradient with respect to a replicated one.
+        For DTensors, torch adds up the parts of a derivative with respect to a replicated gradient.
         """
         second = dual(self.gradient) if self.is_dtensor else self.placement
         return Space(self.gradient, second, self.is_dtensor)

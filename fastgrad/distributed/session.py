@@ -63,8 +63,8 @@ class Order:
 class Answer:
     """A rank's parts of the results, with requires_grad, and the placements of DTensors.
 
-    is_single: whether func returned a tensor, and not several. written, overwritten: per grad_output, and per output of
-    the graph, its values after backward has written to it, or None.
+    is_single: whether func returned one tensor, not several. written: per grad_output, its values after backward has
+    written to it, or None. overwritten: the same per output of the graph.
     """
 
     parts: tuple[Tensor | None, ...]
@@ -261,7 +261,7 @@ class Session:
         self.differences: dict[tuple[str, int], Difference] = {}
 
     def call(self, values: Sequence[Tensor], record: bool) -> Graph:
-        """The results of func at whole inputs, which must have the dtypes of its inputs: ranks would round others."""
+        """The results of func at whole inputs, in the dtypes of the ranks' inputs: other dtypes would be rounded."""
         for k, (value, base) in enumerate(zip(values, self.base, strict=True)):
             if value.dtype != base[0].dtype:
                 own = str(base[0].dtype).removeprefix("torch.")

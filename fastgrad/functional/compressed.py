@@ -250,6 +250,6 @@ def _is_certified(rows: LinearMap, found: Entries) -> bool:
 
 
 def _rounding_noise(rows: LinearMap, seed: Tensor, product: Tensor) -> Tensor:
-    """The largest deviation of products with multiples of a seed, divided by the factor, from its product: (n,)."""
+    """The largest deviation of (k seed) M / k from seed M, for several numbers k: shape (n,)."""
     multiples = [rows.product(rows.rounded(factor * seed)) / factor for factor in SCALES]
     return (torch.stack(multiples) - product).abs().amax(0).to(torch.float64)

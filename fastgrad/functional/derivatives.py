@@ -1,9 +1,9 @@
 """Jacobians and Hessians: the signatures of torch.autograd.functional, with fewer calls if they are sparse.
 
-In reverse mode, func is called once, and products are VJPs on its graph. A Jacobian or Hessian whose
-rows, or columns, can share products takes one product per group instead of one per row, whether the
-result is sparse or strided; otherwise rows come from a native loop. With numerical=True, derivatives
-are computed from values of func, and have an error estimate.
+In reverse mode, func is called once, and products are VJPs on its graph. If rows or columns can share products, a
+Jacobian or Hessian takes one product per group, for sparse and for strided results. Otherwise, it takes one product
+per row, in a native loop. With numerical=True, derivatives are computed from values of func, and have an error
+estimate.
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ def jacobian(
     inputs
         A Tensor or a tuple of Tensors, floating or complex.
     create_graph
-        Make the result differentiable. Then it is computed row by row, because an entry that is zero here may have a
-        nonzero derivative.
+        Make the result differentiable. It is then computed row by row, because an entry that is zero at the inputs
+        may have a nonzero derivative.
     strict
         Raise if an output does not depend on an input, instead of returning zeros.
     vectorize
         If no structure helps, compute many rows at once by vmap. Needed for complex outputs, whose
         rows are the gradients of their real parts, and for forward mode.
     strategy
-        "reverse-mode", or "forward-mode": by forward-mode AD, one evaluation of func per group of columns.
+        "reverse-mode" or "forward-mode". Forward mode takes one evaluation of func per group of columns.
     sparse
         False: strided tensors. True: sparse COO tensors. "auto": sparse COO tensors if a structure was found and at
-        most a quarter of the entries can differ from zero, otherwise strided tensors. In a sparse result, an entry that
-        is not specified is zero, and a specified entry may also be zero.
+        most a quarter of the entries can differ from zero, otherwise strided tensors. Specified entries of a sparse
+        result may also be zero.
     numerical
         Differentiate by refined central differences of func instead, about 40 evaluations per group of
         columns; func needs no gradient.
@@ -98,11 +98,12 @@ def jacobian(
     Returns
     -------
     Tensor or nested tuple of Tensor
-        Shape ``(*output.shape, *input.shape)``; dtype of the input, or in forward mode of the output. If func returns a
-        tuple, or if inputs is a tuple, the result is a tuple of such tensors. If both are tuples, it is result[i][j]
-        for output i and input j. With return_error, the result is (result, error), both of the same form. Errors are
-        real, and infinite if no two steps agree. If a sparsity pattern was found, entries outside it are zero. In
-        dense results, their errors are the size from which an entry would probably have been detected.
+        Shape ``(*output.shape, *input.shape)``; dtype of the input, or in forward mode of the output. If func
+        returns a tuple, or if inputs is a tuple, the result is a tuple of such tensors. If both are tuples, it is
+        result[i][j] for output i and input j. With return_error, a pair (result, error) of the same form is
+        returned. Errors are real, and infinite if no two steps agree. If a sparsity pattern was found, entries
+        outside it are zero. Their error in dense results is the size from which a nonzero entry would probably have
+        been detected.
 
     Raises
     ------
@@ -167,8 +168,8 @@ def hessian(
     outer_jacobian_strategy
         How the gradient is differentiated, as `strategy` of `jacobian`.
     inputs, create_graph, strict, vectorize, sparse, numerical, return_error
-        As for `jacobian`. numerical: by second differences of func, n (n + 1) / 2 times 22 evaluations
-        for n elements, which must be real.
+        As for `jacobian`. With numerical, second differences of func are used. For n elements, which must be real,
+        they take 22 n (n + 1) / 2 evaluations.
 
     Returns
     -------

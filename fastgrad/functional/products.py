@@ -116,7 +116,7 @@ def vhp(
     func
         Takes the inputs, returns a Tensor with a single element.
     inputs, create_graph, strict, numerical, return_error
-        As for `hessian`. A numerical product of n elements takes 2 n + 1 times 22 evaluations.
+        As for `hessian`. A numerical product takes 22 (2 n + 1) evaluations for n elements.
     v
         Vectors of the shapes of the inputs; may be left out if these are a single element.
 
@@ -153,7 +153,7 @@ def hvp(
 ) -> tuple[Any, ...]:
     """H v for the Hessian H of func at inputs, as torch.autograd.functional.hvp gives it.
 
-    It is computed by differentiating v -> v^T H. Therefore, it is H v even if H is not symmetric. `vhp` is faster.
+    It is computed by differentiating v -> v^T H, so it is also right if H is not symmetric. `vhp` is faster.
 
     Parameters
     ----------

@@ -84,7 +84,7 @@ def check_model(
     kwargs
         Keyword arguments of the model.
     eps, atol, rtol
-        As in `gradcheck`, for each operation. atol is smaller if all entries of an operation are small.
+        As in `gradcheck`, for each operation. If all entries of an operation are small, atol is reduced.
     seed
         Seed of the random vectors. Every call of the model starts from the same random state, so dropout may be on.
     memory_limit
@@ -106,11 +106,12 @@ def check_model(
 
     Notes
     -----
-    Parameters, buffers, gradients, hooks, the train or eval mode of every module and random states (also those of
-    generators that are attributes of modules, or arguments) are restored afterwards. Other state of a module stays as
-    the last call left it. Checks in several threads take turns. The Jacobian of an operator of torch is first tested by
-    one number, v^T J u for random u and v; a custom Function is always checked in fast mode. Unused results, for
-    example the statistics of a norm, are not checked.
+    These are restored afterwards: parameters, buffers, gradients, hooks, the train or eval mode of every module, and
+    random states (also of generators that are attributes of modules, or arguments). Other state of a module stays as
+    the last call left it. Checks in several threads take turns.
+
+    The Jacobian of an operator of torch is first tested by one number, v^T J u for random u and v. A custom Function is
+    always checked in fast mode. Unused results, for example the statistics of a norm, are not checked.
 
     Examples
     --------

@@ -38,7 +38,7 @@ def not_finite_values(tensor: Tensor) -> Tensor | None:
 def find_not_finite(step: Step, loss: Tensor, gradients: Sequence[Tensor | None]) -> Finding | None:
     """Where values that are not finite come from; None if the loss and its gradient are finite.
 
-    Also None if only the gradient is not finite, and this does not come from values in forward that are not finite.
+    Also None if the gradient is not finite although the results from which backward computes it are.
     """
     value = float(loss.detach())
     named = zip(step.names, gradients, strict=True)
@@ -63,7 +63,7 @@ def find_not_finite(step: Step, loss: Tensor, gradients: Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where values that are not finite first appear: a sentence, and the operation, if they are not given."""
+    """Where values that are not finite first appear: a sentence and, if they are not arguments, the operation."""
 
     text: str
     operator: str = ""
@@ -95,7 +95,7 @@ class _Search(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         return self._origins.get(address(tensor))
 
     def of_gradient(self) -> _Origin | None:
-        """The origin of the results that made the first gradient in backward that is not finite; None: others did."""
+        """The origin of the results whose backward made the first not finite gradient; None if they are finite."""
         return next((one for one in self._first or () if one is not None), None)
 
     @torch_private.hidden_from_dynamo

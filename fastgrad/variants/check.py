@@ -61,9 +61,9 @@ def check_variants(
 ) -> VariantsReport:
     """Checks a function in many situations (variants), one after the other.
 
-    A check at one random point misses errors at zeros and ties, with a strided input, in double backward, or after
-    another forward. Each variant derives a function and inputs from the given ones, and checks them with
-    `fastgrad.check`.
+    Each variant derives a function and inputs from the given ones, and checks them with `fastgrad.check`: at zeros and
+    ties, with a strided input, in double backward, after another forward. A check at one random point misses errors
+    there.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def check_variants(
     Returns
     -------
     VariantsReport
-        One row per variant. If func itself raises, or has no derivative at a generated point, this is not a failure.
+        One row per variant. It is not a failure if func itself raises, or has no derivative at a generated point.
         `passed` is True only if a variant passed, none failed or raised, and all were run.
 
     Raises
