@@ -22,9 +22,9 @@ HEAD = """# A gallery of mistakes
 
 <!-- `make gallery` writes this page. -->
 
-24 functions with typical mistakes, and the message of `fastgrad.gradcheck` for each (for the last one, of
-`fastgrad.gradgradcheck`). [Reading a failure](reading-a-failure.md) explains the lines. The first message is complete,
-except for the time of the check. The others omit the lines `engine` and `reproduce`, and the two matrices.
+Each of these 24 functions has a typical mistake. Below it is the message of `fastgrad.gradcheck` (for the last one, of
+`fastgrad.gradgradcheck`), without its time. [Reading a failure](reading-a-failure.md) explains the lines.
+From the second message on, the lines `engine` and `reproduce` and the two matrices are omitted.
 """
 
 
