@@ -30,6 +30,7 @@ from fastgrad.core.errors import warn
 from fastgrad.problem.arguments import Call, Wrt, as_tuple, check_callable, flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.second_order import Backward, grad_outputs_for, gradient_names, made_by
+from fastgrad.problem.transforms import rejects_transforms
 from fastgrad.problem.validation import check_kwargs
 from fastgrad.report.messages import undecided_text
 from fastgrad.report.report import Report
@@ -58,6 +59,7 @@ class Estimate(Exception):  # noqa: N818
 
 
 @restores_caller_state
+@rejects_transforms
 def gradcheck(
     func: Callable[..., Any],
     inputs: TensorOrTensors,
@@ -213,6 +215,7 @@ def gradcheck(
 
 
 @restores_caller_state
+@rejects_transforms
 def gradgradcheck(
     func: Callable[..., Any],
     inputs: TensorOrTensors,
@@ -289,6 +292,7 @@ def gradgradcheck(
 
 
 @restores_caller_state
+@rejects_transforms
 def check(
     func: Callable[..., Any],
     inputs: Any,

@@ -15,6 +15,7 @@ from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.transforms import rejects_transforms
 from fastgrad.problem.validation import as_float, as_seed
 from fastgrad.report.settings import Settings
 
@@ -24,6 +25,7 @@ _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
 
 
 @restores_caller_state
+@rejects_transforms
 def numerical_jacobian(
     func: Callable[..., Any],
     inputs: Any,
@@ -94,6 +96,7 @@ def numerical_jacobian(
 
 
 @restores_caller_state
+@rejects_transforms
 def analytical_jacobian(
     func: Callable[..., Any],
     inputs: Any,

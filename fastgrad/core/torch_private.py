@@ -71,6 +71,14 @@ def transforms_are_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def differentiating_transform_is_active() -> bool:
+    """Whether a transform of torch.func other than vmap is active; within it, inputs cannot be changed in place."""
+    if not transforms_are_active():
+        return False
+    vmap = torch._C._functorch.TransformType.Vmap
+    return any(level.key() != vmap for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor belongs to a transform of torch.func, so that it has no memory of its own."""
 

@@ -31,6 +31,7 @@ from fastgrad.distributed.session import Member, Session, follow, whole_function
 from fastgrad.problem.arguments import as_tuple, check_callable
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.signature import function_name
+from fastgrad.problem.transforms import rejects_transforms
 from fastgrad.problem.validation import as_float
 from fastgrad.report.report import Report
 from fastgrad.sharding.calls import reject_differences
@@ -49,6 +50,7 @@ _NOT_HERE = (
 
 
 @restores_caller_state
+@rejects_transforms
 def check(
     func: Callable[..., Any],
     inputs: Any,

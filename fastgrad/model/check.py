@@ -29,6 +29,7 @@ from fastgrad.model.operations import AT_KINK, SCREEN_ERROR, check_operation
 from fastgrad.model.recorder import Recorder
 from fastgrad.model.step import Step
 from fastgrad.problem.arguments import as_tuple, check_has_no_cycle
+from fastgrad.problem.transforms import reject_transformed
 from fastgrad.problem.validation import check_kwargs, disabled_gradients, is_integer
 from fastgrad.report.model import ModelReport
 from fastgrad.report.model_data import EndToEnd, Finding, Operation
@@ -288,6 +289,9 @@ def _check_arguments(model: object, inputs: object, loss: object, kwargs: object
     check_kwargs(kwargs)
     check_has_no_cycle("inputs", inputs)
     check_has_no_cycle("kwargs", kwargs)
+    if torch_private.transforms_are_active():
+        raise ValueError("check_model cannot run within a transform of torch.func, because it calls backward.")
+    reject_transformed({"model": model, "inputs": inputs, "kwargs": kwargs})
     if memory_limit is not None and not is_integer(memory_limit):
         raise TypeError(f"memory_limit must be a number of bytes, got {memory_limit!r}.")
     if memory_limit is not None and memory_limit < 0:

@@ -42,7 +42,7 @@ class SavedState:
         with self._context():
             self._tensors = [
                 native.KeptTensor.keep(tensor) or _KeptTensor(torch_private.without_transforms(tensor))
-                for tensor in _tensors_in(values, {})
+                for tensor in tensors_in(values, {})
             ]
 
     def __enter__(self) -> SavedState:
@@ -91,13 +91,13 @@ def restores_caller_state(entry: Callable[Parameters, Result]) -> Callable[Param
     return torch_private.hidden_from_dynamo(keeping)
 
 
-def _tensors_in(values: Iterable[Any], found: dict[int, Tensor]) -> Iterable[Tensor]:
+def tensors_in(values: Iterable[Any], found: dict[int, Tensor]) -> Iterable[Tensor]:
     """Adds each tensor in values to `found` once, and returns all found; of a module, parameters that require grad."""
     for value in values:
         if isinstance(value, Tensor):
             found[id(value)] = value
         elif type(value) in (tuple, list):
-            _tensors_in(value, found)  # for these common containers, `flatten` takes ten times as long
+            tensors_in(value, found)  # for these common containers, `flatten` takes ten times as long
         elif isinstance(value, Module):
             found |= {id(each): each for each in value.parameters() if each.requires_grad and not is_lazy(each)}
         elif type(value) not in _PLAIN:

@@ -34,6 +34,11 @@ def random_grad_outputs(outputs: tuple[Tensor, ...], seed: int, noncontiguous: b
 
     noncontiguous: whether a leaf with more than one element takes every second element of a buffer.
     """
+    if torch_private.transforms_are_active():  # within it, torch does not make leaves that require grad
+        raise NotImplementedError(
+            "Random grad_outputs cannot be made within a transform of torch.func: pass grad_outputs, or call the check "
+            "outside of the transform."
+        )
     grads = []
     first = 0
     for output in outputs:

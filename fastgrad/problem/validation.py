@@ -81,9 +81,11 @@ def disabled_gradients() -> str | None:
 
 def raise_without_graph(who: str) -> NoReturn:
     """Raises a ValueError, because no output of func requires grad; who: the function that needs such an output."""
-    disabled = disabled_gradients()
-    because = f": {disabled}" if disabled else ""
-    raise ValueError(f"{who} needs a func with an output that requires grad, but this func has none{because}.")
+    because = disabled_gradients()
+    if because is None and torch_private.transforms_are_active():
+        because = "its outputs may be tensors of the transform of torch.func that is active"
+    reason = f": {because}" if because else ""
+    raise ValueError(f"{who} needs a func with an output that requires grad, but this func has none{reason}.")
 
 
 def is_differentiable(value: Any) -> bool:

@@ -17,6 +17,7 @@ from fastgrad.core.errors import is_of_fastgrad
 from fastgrad.problem.arguments import FlatFunction, flatten
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
+from fastgrad.problem.transforms import reject_transformed
 from fastgrad.problem.validation import as_float, as_seed, check_kwargs, disabled_gradients
 from fastgrad.report.variants import AS_GIVEN, VariantRow, VariantsReport, VariantVerdict
 from fastgrad.variants import compilation, derivatives, layouts, points, state
@@ -104,6 +105,7 @@ def check_variants(
     """
     start = time.perf_counter()
     _check_arguments(seconds, kwargs, keywords)
+    reject_transformed({"func": func, "inputs": inputs, "kwargs": kwargs})
     seed = as_seed(seed)
     subject = subject_of(func, inputs, kwargs or {}, seed)
     chosen = _chosen(_variants(subject), only, compiled)

@@ -17,6 +17,7 @@ from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.coordinates import Block, restricted
 from fastgrad.problem.problem import Problem
+from fastgrad.problem.transforms import rejects_transforms
 from fastgrad.problem.validation import as_float, as_seed, is_integer, raise_without_graph
 from fastgrad.report.json_form import EqualByContent
 
@@ -129,6 +130,7 @@ class TaylorTest(EqualByContent):
 
 
 @restores_caller_state
+@rejects_transforms
 def adjoint_test(
     func: Callable[..., Any],
     inputs: Any,
@@ -196,6 +198,7 @@ def adjoint_test(
 
 
 @restores_caller_state
+@rejects_transforms
 def taylor_test(
     func: Callable[..., Any],
     inputs: Any,
