@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastgrad.core.errors import raise_unless_of_func
+from fastgrad.core.errors import raise_unless_of_func, warn
 from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import DUALITY_STREAM, direction
 from fastgrad.problem.arguments import as_tuple
@@ -112,6 +112,8 @@ class TaylorTest(EqualByContent):
         ``|v . (f(x + h u) - f(x)) - h v^T J u|`` for one random v and u.
     derivative
         v^T J u, as autograd computes it.
+    left_out
+        The larger steps, at which func raised. `steps` does not contain them.
     """
 
     passed: bool
@@ -119,6 +121,7 @@ class TaylorTest(EqualByContent):
     steps: tuple[float, ...]
     remainders: tuple[float, ...]
     derivative: float
+    left_out: tuple[float, ...] = ()
 
     def __bool__(self) -> bool:
         """`passed`."""
@@ -126,7 +129,9 @@ class TaylorTest(EqualByContent):
 
     def __repr__(self) -> str:
         """One line, without the remainders."""
-        return f"<TaylorTest: {'passed' if self.passed else 'failed'}, rate {self.rate:.3g}, {len(self.steps)} steps>"
+        verdict = "passed" if self.passed else "failed"
+        left_out = f", func raised at {len(self.left_out)} larger ones" if self.left_out else ""
+        return f"<TaylorTest: {verdict}, rate {self.rate:.3g}, {len(self.steps)} steps{left_out}>"
 
 
 @restores_caller_state
@@ -232,6 +237,9 @@ def taylor_test(
     ------
     ValueError, RuntimeError, TypeError
         As in `gradcheck`, for inputs and outputs that cannot be checked. ValueError also if no output requires grad.
+    Exception
+        An exception of func, unless only the largest steps raise, and at least three steps remain. Such steps may leave
+        func's domain: they are left out, with a warning, and `TaylorTest.left_out` lists them.
 
     Notes
     -----
@@ -311,21 +319,35 @@ def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> 
         derivative, size = float(v @ tangent), float(v.abs() @ tangent.abs())
     base = problem.evaluate(True, torch.zeros_like(unit))
     rounding = ROUNDING * ulp * (size + float(v.abs() @ base.abs()))
-    steps, remainders = [], []
+    changes, left_out = _changes_along(problem, unit, v, base)
+    steps, remainders = list(changes), [abs(change - h * derivative) for h, change in changes.items()]
+    noise = max(NEGLIGIBLE_REMAINDER, math.sqrt(ulp)) if ulp <= torch.finfo(torch.float32).eps else 0.0
+    rate = _rate(steps, remainders, rounding, (size, float(v.abs().sum())), noise)
+    return TaylorTest(rate > MIN_RATE, rate, tuple(steps), tuple(remainders), derivative, tuple(left_out))
+
+
+def _changes_along(problem: Problem, unit: Tensor, v: Tensor, base: Tensor) -> tuple[dict[float, float], list[float]]:
+    """The changes v . (f(x + h unit) - f(x)) by step h, and the steps that were left out because func raised.
+
+    A large step may leave func's domain, but a smaller one than a step without an exception does not. Therefore, func's
+    exceptions are raised there, and at the last `SMALLEST_REMAINDERS` steps.
+    """
+    changes: dict[float, float] = {}
+    left_out: list[float] = []
+    raised: Exception | None = None
     for k in range(HALVINGS + 1):
         h = FIRST_STEP * 2.0**-k
         try:
-            change = problem.evaluate(True, unit, h) - base
-        except Exception as error:  # the point may be outside func's domain; with a smaller step it may be inside
+            changes[h] = float(v @ (problem.evaluate(True, unit, h) - base))
+        except Exception as error:
             raise_unless_of_func(error)
-            if k == HALVINGS:
+            if changes or k > HALVINGS - SMALLEST_REMAINDERS:
                 raise
-            continue
-        steps.append(h)
-        remainders.append(abs(float(v @ change) - h * derivative))
-    noise = max(NEGLIGIBLE_REMAINDER, math.sqrt(ulp)) if ulp <= torch.finfo(torch.float32).eps else 0.0
-    rate = _rate(steps, remainders, rounding, (size, float(v.abs().sum())), noise)
-    return TaylorTest(rate > MIN_RATE, rate, tuple(steps), tuple(remainders), derivative)
+            left_out.append(h)
+            raised = error
+    if raised is not None:
+        warn(f"func raised at the {len(left_out)} largest of {HALVINGS + 1} steps, which are left out: {raised!r}")
+    return changes, left_out
 
 
 def _rate(

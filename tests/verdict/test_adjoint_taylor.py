@@ -118,16 +118,46 @@ def test_a_nan_passes_nothing() -> None:
     assert not fastgrad.taylor_test(nan, leaf(3)).passed
 
 
-def test_steps_outside_of_the_domain_are_left_out() -> None:
-    def log(x: Tensor) -> Tensor:
-        if bool((x <= 0).any()):
-            raise ValueError("not positive")
-        return x.log()
+def log(x: Tensor) -> Tensor:
+    if bool((x <= 0).any()):
+        raise ValueError("not positive")
+    return x.log()
 
-    x = torch.tensor([1e-3] * 6 + [1.0], dtype=torch.float64, requires_grad=True)
-    taylor = fastgrad.taylor_test(log, x)
+
+def next_to_zero(value: float) -> Tensor:
+    return torch.tensor([value] * 6 + [1.0], dtype=torch.float64, requires_grad=True)
+
+
+def test_steps_outside_of_the_domain_are_left_out() -> None:
+    with pytest.warns(UserWarning, match=r"^func raised at the 4 largest of 19 steps, .*'not positive'"):
+        taylor = fastgrad.taylor_test(log, next_to_zero(1e-3))
     assert taylor.passed
     assert 2 < len(taylor.steps) < 19
+    assert taylor.left_out + taylor.steps == tuple(2.0 ** -(6 + k) for k in range(19))
+    assert repr(taylor).endswith(f"{len(taylor.steps)} steps, func raised at {len(taylor.left_out)} larger ones>")
+
+
+def test_few_steps_within_the_domain_are_not_enough() -> None:
+    with pytest.raises(ValueError, match="not positive"):
+        fastgrad.taylor_test(log, next_to_zero(1e-7))
+
+
+@pytest.mark.parametrize("step", range(1, 19))
+def test_an_exception_at_a_step_below_one_without_is_raised(step: int) -> None:
+    calls = 0
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == evaluations - 18 + step:
+            raise ArithmeticError("planted")
+        return x.sin()
+
+    evaluations = math.inf
+    fastgrad.taylor_test(func, leaf(3))
+    evaluations, calls = calls, 0
+    with pytest.raises(ArithmeticError, match="planted"):
+        fastgrad.taylor_test(func, leaf(3))
 
 
 def test_inputs_and_seeds() -> None:
