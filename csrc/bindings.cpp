@@ -3,6 +3,7 @@
 #include "coloring.h"
 #include "evaluator.h"
 #include "graph_nodes.h"
+#include "kept_history.h"
 #include "kept_tensor.h"
 #include "memory.h"
 #include "ops/compare.h"
@@ -45,6 +46,7 @@ PYBIND11_MODULE(_C, module) {
   using fastgrad::Graph;
   using fastgrad::Groups;
   using fastgrad::InputBlock;
+  using fastgrad::KeptHistory;
   using fastgrad::KeptTensor;
   using fastgrad::OutputSpec;
   using fastgrad::RandomDirections;
@@ -127,6 +129,9 @@ PYBIND11_MODULE(_C, module) {
       .def("stop_reusing", torch::wrap_pybind_function(&UnrecordedBackward::stop_reusing))
       .def_property_readonly("keeps_graph", &UnrecordedBackward::keeps_graph)
       .def_property_readonly("movement", &UnrecordedBackward::movement);
+  py::class_<KeptHistory>(module, "KeptHistory")
+      .def(py::init<const at::Tensor&>(), py::arg("tensor"))
+      .def("restore", torch::wrap_pybind_function(py::overload_cast<>(&KeptHistory::restore, py::const_)));
   py::class_<KeptTensor, std::shared_ptr<KeptTensor>>(module, "KeptTensor")
       .def_static("keep", torch::wrap_pybind_function(&KeptTensor::keep))
       .def("restore", torch::wrap_pybind_function(&KeptTensor::restore));

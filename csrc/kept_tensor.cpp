@@ -27,6 +27,7 @@ std::shared_ptr<KeptTensor> KeptTensor::keep(const py::object& tensor) {
 KeptTensor::KeptTensor(at::Tensor tensor)
     : tensor_(std::move(tensor)),
       alias_(tensor_.variable_data()),
+      history_(tensor_),
       bits_(std::make_unique<char[]>(tensor_.nbytes())),
       bytes_(tensor_.nbytes()),
       version_(tensor_._version()),
@@ -38,9 +39,6 @@ KeptTensor::KeptTensor(at::Tensor tensor)
 
 void KeptTensor::restore() {
   bool changed = false;
-  if (!requires_grad_ && !tensor_.is_leaf() && !tensor_.is_view()) {
-    tensor_.detach_();  // func wrote values that require grad
-  }
   if (!tensor_.storage().is_alias_of(alias_.storage()) || tensor_.storage_offset() != alias_.storage_offset() ||
       tensor_.sizes() != alias_.sizes() || tensor_.strides() != alias_.strides() ||
       tensor_.scalar_type() != alias_.scalar_type()) {
@@ -60,6 +58,7 @@ void KeptTensor::restore() {
   if ((requires_grad_ || changed) && tensor_._version() != version_) {
     torch::autograd::impl::bump_version(tensor_);  // graphs of func may refer to the values that it wrote
   }
+  history_.restore();
   if (tensor_.requires_grad() != requires_grad_ && tensor_.is_leaf()) {
     tensor_.requires_grad_(requires_grad_);
   }

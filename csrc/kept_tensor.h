@@ -1,5 +1,8 @@
-// The state of a plain tensor before a check: its values, its memory, requires_grad and the missing gradient.
+// The state of a plain tensor before a check: its values, its memory, its graph, requires_grad and the missing
+// gradient.
 #pragma once
+
+#include "kept_history.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
@@ -22,6 +25,7 @@ class KeptTensor {
 
  private:
   at::Tensor tensor_, alias_;  // alias_: the same memory under a version counter of its own
+  KeptHistory history_;
   std::unique_ptr<char[]> bits_;
   size_t bytes_;
   int64_t version_;

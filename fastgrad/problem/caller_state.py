@@ -108,10 +108,11 @@ def tensors_in(values: Iterable[Any], found: dict[int, Tensor]) -> Iterable[Tens
 
 
 class _KeptTensor:
-    """A tensor with its saved bits, gradient and requires_grad; `native.KeptTensor` does the same for plain tensors."""
+    """A tensor with its saved bits, graph, gradient and requires_grad; see `native.KeptTensor` for plain tensors."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
+        self._history = native.KeptHistory(tensor)
         self._requires_grad = tensor.requires_grad
         self._has_gradient = tensor.is_leaf or tensor.retains_grad  # reading .grad of other tensors warns
         self._gradient = tensor.grad if self._has_gradient else None
@@ -127,12 +128,11 @@ class _KeptTensor:
 
     def restore(self) -> None:
         tensor = self._tensor
-        if not self._requires_grad:
-            torch_private.drop_graph_(tensor)
         if self._alias is not None and self._place is not None and _place(tensor) != self._place:
             tensor.data = self._alias
         if self._memory is not None and self._bits is not None:
             self._write(self._memory, self._bits)
+        self._history.restore()
         if tensor.requires_grad != self._requires_grad and tensor.is_leaf:
             tensor.requires_grad_(self._requires_grad)
         if self._has_gradient and tensor.grad is not self._gradient:

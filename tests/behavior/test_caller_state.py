@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fastgrad
+from fastgrad.core.native import IS_NATIVE
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from tests.properties.interrupts import ERRORS, Fuse, State, outcome, run_one, writes_past_counters
 
@@ -196,6 +197,34 @@ def test_parameters_are_put_back() -> None:
     for order in (1, 2):
         fastgrad.check(module, leaf(), order=order)
         assert not state.changes()
+
+
+@pytest.mark.skipif(not IS_NATIVE, reason="plain Python restores no nodes")
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("view", [lambda y: y, lambda y: y[1:], lambda y: y.view(3, 1)], ids=["itself", "part", "view"])
+def test_the_graph_of_an_input_that_func_overwrites_is_put_back(check: Func, view: Callable[[Tensor], Tensor]) -> None:
+    base = leaf()
+    y = base * 3
+    x = view(y)
+    node, expected = x.grad_fn, torch.autograd.grad(x.sum(), base, retain_graph=True)[0]
+    outcome(lambda: check(lambda x: x.mul_(2).sin(), x))
+    assert x.grad_fn is node
+    assert torch.equal(torch.autograd.grad(x.sum(), base, retain_graph=True)[0], expected)
+    assert torch.equal(torch.autograd.grad(y.sum(), base)[0], torch.full_like(base, 3))
+
+
+@pytest.mark.skipif(not IS_NATIVE, reason="plain Python restores no nodes")
+def test_a_view_without_grad_that_func_overwrites_is_a_leaf_again() -> None:
+    base = leaf().detach()
+    table = base[1:]
+
+    def func(x: Tensor, table: Tensor) -> Tensor:
+        table.copy_(x[1:])
+        return x * x
+
+    assert fastgrad.gradcheck(func, (leaf(), table))
+    assert not table.requires_grad
+    assert not base.requires_grad
 
 
 def test_what_func_draws_and_sets_is_its_own() -> None:

@@ -244,6 +244,7 @@ class Scene:
         small, whole = self.small, (f64(3, 5), [1, 2, 3], 1, 2.0, True, 0, 1e-5, 1e-3)
         return {
             "Evaluator": (native.Evaluator, (self.func, self.arguments, blocks)),
+            "KeptHistory": (lambda x: native.KeptHistory(x).restore(), (f64(3),)),
             "SmallProblem": (self.small_used, (self.arguments, 1e-8, True)),
             "SmallProblem.whole_backward": (small.whole_backward, whole),
             "SmallProblem.difference_columns": (small.difference_columns, (1e-6,)),

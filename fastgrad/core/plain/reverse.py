@@ -26,6 +26,7 @@ from fastgrad.core.plain.evaluator import (
 )
 from fastgrad.core.plain.operators import coordinate_count, hidden_from_autograd
 from fastgrad.core.torch_private import (
+    drop_graph_,
     is_custom_node,
     is_dispatched_to_python,
     modes_are_active,
@@ -144,6 +145,17 @@ class Graph:
             hidden_from_autograd(torch.zeros_like)(output, memory_format=torch.contiguous_format) for output in outputs
         ]
         return vjp(outputs, self.inputs, zeros, False)
+
+
+class KeptHistory:
+    """Makes a tensor that did not require grad a leaf again; csrc/kept_history.h restores all nodes."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._requires_grad = tensor, tensor.requires_grad
+
+    def restore(self) -> None:
+        if not self._requires_grad:
+            drop_graph_(self._tensor)
 
 
 class KeptTensor:
