@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.lowprecision.reference import Coordinates, Perturbed, Products
-from fastgrad.lowprecision.rounding import Arithmetic
+from fastgrad.lowprecision.rounding import Arithmetic, Underflow
 
 DRAWS = 6
 """Number of runs in perturbed arithmetic, and number of further runs with perturbed inputs. The root mean square of so
@@ -87,9 +87,22 @@ def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torc
 
 
 def second_spread(products: Products, cotangents: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scales of outputs and VJPs in a second look: shapes (m,) and (count, n)."""
+    """Scales of outputs and VJPs in a second look: shapes (m,) and (count, n).
+
+    The effect of underflow counts if it is larger than that of rounding.
+    """
     draws = [Arithmetic(dtype, _SECOND_SEED + i, decomposes=True) for i in range(SECOND_DRAWS)]
-    return _mean_square(products, cotangents, exact, "relative to the largest", draws)
+    of_values, of_products = _mean_square(products, cotangents, exact, "relative to the largest", draws)
+    values, gradients = with_underflow(products, cotangents, dtype)
+    return (
+        torch.maximum(of_values, products.outputs.moduli(values - products.values)),
+        torch.maximum(of_products, products.inputs.moduli(gradients - exact)),
+    )
+
+
+def with_underflow(products: Products, cotangents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The outputs, shape (m,), and VJPs, shape (count, n), if every result that may underflow is zero."""
+    return products.draw(Underflow(dtype), cotangents, "nothing")
 
 
 def plain_draws(products: Products, cotangents: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:

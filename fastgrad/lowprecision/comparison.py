@@ -18,7 +18,7 @@ from fastgrad.problem.problem import Problem
 from fastgrad.report.low_precision import RoundedEntry
 
 AT_A_TIME = 64
-"""Largest number of VJPs that share the 12 more runs of a second look."""
+"""Largest number of VJPs that share the 13 more runs of a second look."""
 
 SIGNIFICANT = 0.01
 """Entries smaller than this share of the largest entry of their VJP are not counted."""
@@ -43,6 +43,11 @@ class Common:
     allowed: float
     entries: float
     is_alike: bool
+
+    @property
+    def is_excessive(self) -> bool:
+        """Whether rounding does not explain the error."""
+        return self.is_alike and abs(self.error) > self.allowed
 
 
 class Comparison:
@@ -160,7 +165,7 @@ class Comparison:
         self.scale[some] = scale
 
     def _second_spread(self, cotangents: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-        self.draws = 2 * allowance.DRAWS + 1 + allowance.SECOND_DRAWS
+        self.draws = 2 * allowance.DRAWS + 1 + allowance.SECOND_DRAWS + 1
         return allowance.second_spread(self.products, cotangents, exact, self.dtype)
 
     def entry(self, probe: int, coordinate: int) -> RoundedEntry:
@@ -202,7 +207,12 @@ class Comparison:
         for gradients in allowance.plain_draws(self.products, cotangents, self.dtype) if found else ():
             for one in self._common(gradients - self.exact[: len(gradients)]):
                 squares[one.block.index] += one.error**2 / allowance.DRAWS
-        return [replace(one, allowed=max(one.allowed, SCALE_ERRORS * squares[one.block.index] ** 0.5)) for one in found]
+        found = [_allowing(one, squares[one.block.index] ** 0.5) for one in found]
+        if any(one.is_excessive for one in found):
+            _, gradients = allowance.with_underflow(self.products, cotangents, self.dtype)
+            common = {one.block.index: one.error for one in self._common(gradients - self.exact[: len(gradients)])}
+            found = [_allowing(one, abs(common.get(one.block.index, 0.0))) for one in found]
+        return found
 
     def _common(self, errors: Tensor) -> list[Common]:
         """The common part of errors of the dense VJPs, for each input that has one.
@@ -230,6 +240,11 @@ class Comparison:
             allowed = SCALE_UNITS * unit_roundoff(self.dtype) + SCALE_ERRORS / total**0.5
             found.append(Common(block, mean, allowed, entries, alike))
         return found
+
+
+def _allowing(common: Common, of_runs: float) -> Common:
+    """The common error, if runs of the reference have a common error of this size."""
+    return replace(common, allowed=max(common.allowed, SCALE_ERRORS * of_runs))
 
 
 def rounded_entry(

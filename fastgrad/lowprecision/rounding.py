@@ -181,6 +181,24 @@ class Arithmetic(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         return _pool(self._unit, like.device)[first : first + count].view(like.shape)
 
 
+SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+"""The smallest normal number of float32 and of bfloat16, 2^-126 (IEEE 754). Many kernels replace smaller results by
+zero. The reciprocal of a number that overflows is smaller, too."""
+
+
+class Underflow(Arithmetic):  # type: ignore[no-untyped-call]
+    """A mode in which every result below `SMALLEST_NORMAL` in modulus is zero, and all others are exact.
+
+    Composite operators are decomposed, because the small numbers are often intermediate results.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype, seed=None, decomposes=True)
+
+    def _perturbed_parts(self, value: Tensor, scale: Tensor | None) -> Tensor:
+        return torch.where(value.abs() < SMALLEST_NORMAL, 0.0 * value, value)
+
+
 def _computes(args: tuple[Any, ...]) -> bool:
     """Whether an operator with these arguments computes with tensors, instead of creating or selecting elements."""
     selecting = "amax", "amin", math.inf, -math.inf

@@ -192,8 +192,9 @@ def _look_again(comparison: Comparison, outcome: Outcome) -> None:
     if comparison.excused:
         verb, whose = ("is", "its error") if comparison.excused == 1 else ("are", "their errors")
         outcome.notes.append(
-            f"{count(comparison.excused, 'entry')} {verb} accurate only relative to the largest entry: rounding "
-            f"explains {whose} only if each input is perturbed by a rounding error of its tensor's largest element"
+            f"{count(comparison.excused, 'entry')} {verb} accurate only relative to the largest entry, or to the "
+            f"smallest normal number of float32: rounding explains {whose} only if each input is perturbed by a "
+            "rounding error of its tensor's largest element, or if results below that number become zero"
         )
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
 
@@ -304,7 +305,7 @@ def _judge_common_errors(comparison: Comparison, outcome: Outcome) -> None:
         return
     worst = max(found, key=lambda one: abs(one.error) / one.allowed if one.is_alike else 0.0)
     _state_the_smallest_common(comparison, found, outcome)
-    if worst.is_alike and abs(worst.error) > worst.allowed:
+    if worst.is_excessive:
         detail = (
             f"the entries of the gradient are {1 + worst.error:.5g} times the right ones, on average over about "
             f"{worst.entries:.0f} entries; rounding explains a relative error of {worst.allowed:.2g}"

@@ -861,6 +861,46 @@ def test_a_wrong_gradient_of_equal_grad_outputs_is_not_blamed_on_their_layout() 
     assert all(cause.name != "layout of grad_output" for cause in report.causes)
 
 
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def silu_slope(g: Tensor, x: Tensor) -> Tensor:
+    s = 1 / (1 + torch.exp(-x))
+    return g * s * (1 + x * (1 - s))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("func", [elementwise(silu, silu_slope), torch.nn.functional.silu], ids=["kernel", "operator"])
+def test_results_that_underflow_are_no_errors(func: Any, dtype: torch.dtype) -> None:
+    tail = torch.linspace(-105, -88.75, 40)
+    x = torch.cat([torch.linspace(-3, 3, 100), tail]).to(dtype).requires_grad_()
+    report = fastgrad.check(func, x, reference=torch.nn.functional.silu)
+    assert report.verdict == "passed", str(report)
+    report = fastgrad.check(func, tail.to(dtype).requires_grad_(), reference=torch.nn.functional.silu)
+    assert "rounding in this dtype is larger than most entries" in report.precision.undecided, str(report)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [(torch.float32, 16 * 1.008e-38), (torch.bfloat16, 3.05 * 1.008e-38)], ids=str
+)
+@pytest.mark.parametrize(("share", "verdict"), [(0.97, "passed"), (1.03, "failed")])
+def test_an_error_above_underflow_fails(dtype: torch.dtype, allowed: float, share: float, verdict: str) -> None:
+    x = torch.tensor([1.0, 2.0, 0.5, -92.0], dtype=dtype, requires_grad=True)
+    extra = share * allowed - 1.008e-38  # the derivative at -92 is -1.008e-38, and becomes zero
+    func = elementwise(silu, lambda g, x: silu_slope(g, x) + g * (x < 0) * extra)
+    report = fastgrad.check(func, x, reference=torch.nn.functional.silu)
+    assert report.verdict == verdict, str(report)
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "passed"), (1.02, "failed")])
+def test_a_common_error_next_to_underflow_is_found(factor: float, verdict: str) -> None:
+    x = torch.cat([torch.linspace(-3, 3, 100), torch.linspace(-105, -88.75, 40)]).bfloat16().requires_grad_()
+    func = elementwise(silu, lambda g, x: factor * silu_slope(g, x))
+    report = fastgrad.check(func, x, reference=torch.nn.functional.silu)
+    assert report.verdict == verdict, str(report)
+
+
 def test_errors_within_the_rounding_of_the_largest_element_are_excused() -> None:
     x = torch.tensor([100.0, 100.0, 0.01, 0.02, 0.03, -0.01], dtype=torch.bfloat16, requires_grad=True)
     for error, verdict in ((0.25, "passed"), (25.0, "failed")):
