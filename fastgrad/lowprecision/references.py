@@ -63,17 +63,25 @@ def reference_for_call(call: Call, wanted: Wanted, device: str | None) -> Refere
             f"{type(function).__name__}; wrt='inputs' checks the inputs alone."
         )
     made = Call(function, doubled(call.inputs), doubled(call.kwargs), call.wrt)
-    shapes = [tensor.shape for tensor in made.tensors]
-    if shapes != [tensor.shape for tensor in call.tensors]:
-        raise TypeError(
-            "The reference needs as many checked tensors as func, with the same shapes: it has "
-            f"{len(shapes)}, and func has {len(call.tensors)}. A module as reference needs the same parameters as the "
-            "module that is checked."
-        )
+    _check_shapes(made, call)
     with torch.no_grad():
         for own, tensor in zip(made.tensors, call.tensors, strict=True):
             own.copy_(tensor)  # a module passed as reference may have other values
     return Reference(made, made.tensors, name)
+
+
+def _check_shapes(reference: Call, call: Call) -> None:
+    """Raises a TypeError unless the checked tensors of the reference have the shapes of func's."""
+    needs = (
+        "The reference needs as many checked tensors as func, of the same shapes (a module: the same parameters), but "
+    )
+    if len(reference.tensors) != len(call.tensors):
+        raise TypeError(f"{needs}it has {len(reference.tensors)}, and func has {len(call.tensors)}.")
+    for name, other, own in zip(call.names, reference.tensors, call.tensors, strict=True):
+        if other.shape != own.shape:
+            raise TypeError(
+                f"{needs}{name} has shape {tuple(other.shape)} in the reference and {tuple(own.shape)} in func."
+            )
 
 
 def second_order_reference(

@@ -14,6 +14,7 @@ from fastgrad.lowprecision import differences
 from fastgrad.lowprecision.comparison import Common, Comparison, rounded_entry
 from fastgrad.lowprecision.probes import FACTOR, LAYOUTS, SCALED, Probes, one_row, row_behind
 from fastgrad.lowprecision.reference import Products
+from fastgrad.lowprecision.rounding import SMALLEST_NORMAL
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.evidence import Cause
@@ -190,11 +191,11 @@ def _judge_overflows(comparison: Comparison, outcome: Outcome) -> None:
 def _look_again(comparison: Comparison, outcome: Outcome) -> None:
     comparison.look_again()
     if comparison.excused:
-        verb, whose = ("is", "its error") if comparison.excused == 1 else ("are", "their errors")
+        whose = "its error is" if comparison.excused == 1 else "their errors are"
         outcome.notes.append(
-            f"{count(comparison.excused, 'entry')} {verb} accurate only relative to the largest entry, or to the "
-            f"smallest normal number of float32: rounding explains {whose} only if each input is perturbed by a "
-            "rounding error of its tensor's largest element, or if results below that number become zero"
+            f"{count(comparison.excused, 'entry')} passed only a second comparison: {whose} larger than rounding of "
+            "each element explains, but not than rounding of every element by as much as the largest element of its "
+            f"tensor, or underflow of results below {SMALLEST_NORMAL:.2g}, would explain"
         )
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
 

@@ -117,7 +117,9 @@ class TangentCertificate:
 
     def certificate(self) -> Certificate:
         """The certificate, after `certify` has returned True."""
-        method = f"J u compared with the JVP of u, for {self._tangents} random tangents, one of them half zero"
+        method = (
+            f"J u compared with the JVP of u, for {self._tangents} random tangents u; in one, some elements are zero"
+        )
         return Certificate(CLAIM, method, self._bound)
 
     def _jvps_of(self, tangents: Tensor) -> Tensor:

@@ -31,7 +31,10 @@ def nondeterministic_jvp(output: Block, detail: str) -> Failure:
     return Failure.at("nondeterministic", output, mode="forward", detail=detail)
 
 
-LINEAR_JVP = "jvp is linear in its tangent", "J u against the JVP of u, for 2 tangents: one dense, one half zero"
+LINEAR_JVP = (
+    "jvp is linear in its tangent",
+    "J u compared with the JVP of u, for 2 random tangents u; in one, some elements are zero",
+)
 """The claim and the method of a `TangentLinearityTest`'s certificate."""
 
 
