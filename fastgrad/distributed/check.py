@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -28,11 +28,11 @@ from fastgrad.distributed.placements import (
     whole_of,
 )
 from fastgrad.distributed.session import Member, Session, follow, whole_function
-from fastgrad.problem.arguments import as_tuple, check_callable
+from fastgrad.problem.arguments import as_tuple, check_callable, flatten
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.signature import function_name
 from fastgrad.problem.transforms import rejects_transforms
-from fastgrad.problem.validation import as_float
+from fastgrad.problem.validation import as_float, check_kwargs
 from fastgrad.report.report import Report
 from fastgrad.sharding.calls import reject_differences
 
@@ -42,11 +42,14 @@ _SECONDS = 5.0
 _SHORTEST, _LONGEST = 1e-3, 1e9
 """Limits of `seconds`: process groups count whole milliseconds, and the store nanoseconds in 64 bits."""
 
-_NOT_HERE = (
-    *("check_forward_ad", "check_batched_grad", "check_batched_forward_grad", "check_fwd_over_rev", "kwargs", "wrt"),
-    *("grad_outputs", "reference", "reference_device"),
-)
-"""Keywords of `fastgrad.check` that a distributed check does not support."""
+_NOT_HERE = {
+    **dict.fromkeys(("check_forward_ad", "check_fwd_over_rev"), "only reverse mode is checked"),
+    **dict.fromkeys(("check_batched_grad", "check_batched_forward_grad"), "vmap does not vectorize collectives"),
+    "wrt": "pass what is to be checked as inputs, parameters through torch.func.functional_call",
+    "grad_outputs": "they are random, and seed= selects them",
+    **dict.fromkeys(("reference", "reference_device"), "to check the formula, pass inputs in double precision"),
+}
+"""Keywords of `fastgrad.check` that a distributed check does not support, with the reason or what to do instead."""
 
 
 @restores_caller_state
@@ -59,6 +62,7 @@ def check(
     outputs: Sequence[Placement] | Placement | None = None,
     gradients: Sequence[Placement | None] | None = None,
     output_gradients: Sequence[Placement | None] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     seconds: float = _SECONDS,
     **keywords: Any,
@@ -92,6 +96,8 @@ def check(
     output_gradients
         Placement of the grad_output of each result. For a Replicate() result, Partial() means that the ranks'
         grad_outputs add up, because each rank computes its own loss.
+    kwargs
+        Keyword arguments of func, passed unchanged; tensors in them must not require grad.
     group
         Process group; by default all ranks.
     seconds
@@ -127,16 +133,11 @@ def check(
     ... ).passed
     True
     """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "fastgrad.distributed.check needs a process group: call torch.distributed.init_process_group first."
-        )
-    random = RandomState()
-    ranks = Ranks(dist.distributed_c10d._get_default_group() if group is None else group, _SECONDS)
+    random, ranks = RandomState(), _ranks_of(group)
     with ranks.during_check():
         with ranks.validation():
             ranks.set_limit(_limit(seconds))
-            _reject(func, keywords)
+            _reject(func, kwargs, keywords)
             arguments = as_tuple(inputs)
             checked = _checked(arguments)
             placed = _each("placements", placements, len(arguments)), _each("gradients", gradients, len(arguments))
@@ -149,7 +150,7 @@ def check(
                 "results": _result_spaces(outputs, output_gradients),
                 "keywords": repr(sorted(keywords.items())),
             }
-            member = Member(func, arguments, checked)
+            member = Member(partial(func, **(kwargs or {})), arguments, checked)
         try:
             calls, parts = zip(*ranks.gather((call, member.parts())), strict=True)
             _reject_what_does_not_fit(calls, parts, checked)
@@ -167,6 +168,14 @@ def check(
             random.restore()
 
 
+def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fastgrad.distributed.check needs a process group: call torch.distributed.init_process_group first."
+        )
+    return Ranks(dist.distributed_c10d._get_default_group() if group is None else group, _SECONDS)
+
+
 def _limit(seconds: object) -> float:
     """The value of `seconds`; raises unless it is a time limit that process groups take."""
     number = as_float("seconds", seconds, zero=False)
@@ -175,11 +184,15 @@ def _limit(seconds: object) -> float:
     return number
 
 
-def _reject(func: object, keywords: Mapping[str, Any]) -> None:
+def _reject(func: object, kwargs: object, keywords: Mapping[str, Any]) -> None:
     check_callable(func)
-    unknown = sorted(set(keywords) & set(_NOT_HERE))
-    if unknown:
-        raise NotImplementedError(f"{', '.join(unknown)} cannot be passed to a check of a distributed function.")
+    for keyword in sorted(set(keywords) & set(_NOT_HERE)):
+        raise NotImplementedError(f"fastgrad.distributed.check does not take {keyword}: {_NOT_HERE[keyword]}.")
+    check_kwargs(kwargs)
+    found: list[tuple[str, Tensor]] = []
+    flatten(kwargs, "kwargs", lambda tensor: tensor.requires_grad, found)
+    for path, _ in found:
+        raise ValueError(f"{path} requires grad, but only inputs are checked: pass it as an input, or detach it.")
 
 
 def _checked(arguments: Sequence[Any]) -> list[int]:

@@ -28,7 +28,10 @@ def dual(placement: Any) -> Any:
 def checked_placement(name: str, placement: Any) -> Placement:
     """The placement of a tensor of this name, if it is supported."""
     if isinstance(placement, Partial) and (type(placement) is not Partial or placement.reduce_op != "sum"):
-        raise NotImplementedError(f"{name} is {placement!r}: only partial tensors that are sums are supported.")
+        raise NotImplementedError(
+            f"{name} is {placement!r}, but partial tensors must be sums: let func return an average as Partial(), each "
+            "rank's tensor divided by the number of ranks."
+        )
     if not isinstance(placement, (Shard, Replicate, Partial)):
         raise TypeError(f"{name} needs a placement (Shard(dim), Replicate() or Partial()), got {placement!r}.")
     return placement
@@ -38,7 +41,8 @@ def checked_mesh(name: str, dimensions: int) -> None:
     """Raises if the mesh of a DTensor of this name has several dimensions."""
     if dimensions != 1:
         raise NotImplementedError(
-            f"only meshes of one dimension are supported: {name} is a DTensor of a mesh with {dimensions} dimensions."
+            f"{name} is a DTensor of a mesh with {dimensions} dimensions, but meshes must have one: check func for one "
+            "dimension at a time, with tensors of a submesh (mesh[name]) and its group."
         )
 
 

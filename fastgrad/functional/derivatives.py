@@ -261,7 +261,8 @@ def _check_options(name: str, options: _Options, numerical: bool, return_error: 
                 )
         if not options.vectorize:
             raise NotImplementedError(
-                f"fastgrad.functional.{name}: forward mode is only implemented for `vectorize=True`."
+                f"fastgrad.functional.{name}: forward mode is only implemented for `vectorize=True`: set it, or "
+                'choose "reverse-mode".'
             )
         if torch_private.transforms_are_active():
             raise NotImplementedError(

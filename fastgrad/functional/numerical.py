@@ -142,7 +142,10 @@ def _check_strided(inputs: Tensors, name: str) -> None:
 
 def _check_real(tensors: Tensors, name: str) -> None:
     if any(tensor.is_complex() for tensor in tensors):
-        raise NotImplementedError(f"{name} with numerical=True needs real inputs and a real output.")
+        raise NotImplementedError(
+            f"{name} with numerical=True needs real inputs and a real output: pass torch.view_as_real(x), and let func "
+            "begin with torch.view_as_complex."
+        )
 
 
 def _second_derivatives(

@@ -42,7 +42,11 @@ def leaf(*shape: int) -> Tensor:
         ({"placements": [Shard(3)], "outputs": Replicate()}, ValueError, "input 0 is S.3., which needs at least 4 dim"),
         ({"placements": [Shard(0)], "outputs": Shard(2)}, ValueError, "result 0 is S.2., which needs at least 3 dim"),
         ({"placements": ["rows"], "outputs": Replicate()}, TypeError, "got 'rows'"),
-        ({"placements": [Partial("max")], "outputs": Replicate()}, NotImplementedError, "sums are supported"),
+        (
+            {"placements": [Partial("max")], "outputs": Replicate()},
+            NotImplementedError,
+            "must be sums: let func",
+        ),
         ({"placements": [Replicate()], "outputs": [Replicate()] * 2}, ValueError, r"got \[Replicate"),
         (
             {"placements": [Shard(0)], "outputs": Shard(0), "gradients": [Replicate()]},
@@ -59,7 +63,15 @@ def leaf(*shape: int) -> Tensor:
             TypeError,
             "the gradient of input 0 needs a placement",
         ),
-        ({"check_forward_ad": True}, NotImplementedError, "check_forward_ad"),
+        ({"check_forward_ad": True}, NotImplementedError, "check_forward_ad: only reverse mode is checked"),
+        ({"wrt": "parameters"}, NotImplementedError, "does not take wrt: pass what is to be checked as inputs"),
+        (
+            {"reference": torch.sin},
+            NotImplementedError,
+            "does not take reference: to check the formula, pass",
+        ),
+        ({"kwargs": {"out": leaf(2)}}, ValueError, r'kwargs\["out"\] requires grad, but only inputs are checked'),
+        ({"kwargs": 3}, TypeError, "kwargs must be a mapping"),
     ],
 )
 def test_arguments_that_cannot_be(keywords: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -68,6 +80,16 @@ def test_arguments_that_cannot_be(keywords: dict[str, Any], error: type[Exceptio
     with pytest.raises(error, match=text):
         fastgrad.distributed.check(torch.sin, (x,), **keywords)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_keyword_arguments_are_passed(wrong: bool) -> None:
+    def scaled(x: Tensor, *, scale: Tensor, power: int) -> Tensor:
+        return (x * scale) ** power + (x.detach() if wrong else x)
+
+    keywords = {"scale": torch.full((3,), 2.0, dtype=torch.float64), "power": 3}
+    report = fastgrad.distributed.check(scaled, (leaf(2, 3),), placements=[Shard(0)], outputs=Shard(0), kwargs=keywords)
+    assert report.passed is not wrong
 
 
 def test_nothing_to_check() -> None:
@@ -168,7 +190,7 @@ def test_dtensors_that_cannot_be(dims: int, keywords: dict[str, Any], error: typ
 @pytest.mark.parametrize(
     ("func", "error", "text"),
     [
-        (lambda x: x.mean(0), NotImplementedError, r"result 0 is Partial\(avg\): only partial tensors that are sums"),
+        (lambda x: x.mean(0), NotImplementedError, r"result 0 is Partial\(avg\), but partial tensors must be sums"),
         (
             lambda x: x.redistribute(placements=[Shard(1)]).reshape(-1),
             TypeError,

@@ -20,7 +20,9 @@ REJECTED = {
     "seconds on 1": "ValueError: seconds must be positive and finite, got -1.0.",
     "seconds on 0": "ValueError: seconds must be positive and finite, got nan.",
     "outputs on 0": "TypeError: result 0 needs a placement (Shard(dim), Replicate() or Partial()), got 'x'.",
-    "keyword on 0": "NotImplementedError: check_forward_ad cannot be passed to a check of a distributed function.",
+    "keyword on 0": (
+        "NotImplementedError: fastgrad.distributed.check does not take check_forward_ad: only reverse mode is checked."
+    ),
     "eps on 1": "ValueError: eps must be positive and finite, got -1.0.",
     "engine on 0": "ValueError: engine must be 'auto', 'dense', 'compressed' or 'sketch', got 'x'.",
     "checkpoint on 1": "TypeError: checkpoint must be None or the path of a file, got 3.",

@@ -224,7 +224,7 @@ REFUSED: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
     ("not supported together", "hessian", (pow_reducer, X), {"strict": True, "vectorize": True}),
     ("not supported together", "jacobian", (torch.sin, X), {"strict": True, "strategy": "forward-mode"}),
     ("not supported together", "jacobian", (torch.sin, X), {"create_graph": True, "strategy": "forward-mode"}),
-    ("only implemented for `vectorize=True`", "jacobian", (torch.sin, X), {"strategy": "forward-mode"}),
+    ("only implemented for `vectorize=True`: set it", "jacobian", (torch.sin, X), {"strategy": "forward-mode"}),
     ("only implemented for `vectorize=True`", "hessian", (pow_reducer, X), {"outer_jacobian_strategy": "forward-mode"}),
     ("should return a single Tensor", "hessian", (lambda x: (x.sum(),), X), {}),
     ("should contain a single element", "hvp", (torch.sin, X, X), {}),
@@ -629,7 +629,7 @@ def test_numerical_second_derivatives() -> None:
     twins("hessian", loss, (x, y))
     for name in ("vhp", "hvp"):
         twins(name, loss, (x, y), (normal(5, seed=2), normal(2, 2, seed=3)))
-    with pytest.raises(NotImplementedError, match="hvp with numerical=True needs real inputs and a real output"):
+    with pytest.raises(NotImplementedError, match=r"needs real inputs and a real output: pass torch\.view"):
         functional.hvp(lambda z: z.abs().sum(), Z, Z, numerical=True)
 
 
