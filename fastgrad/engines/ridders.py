@@ -56,6 +56,9 @@ STRAIGHT = 0.2
 """func counts as straight around eps if its slopes differ by at most this share of their size, and by at most this
 share of their distance to the refined slope."""
 
+STRAIGHT_STEPS = 4
+"""Least number of consecutive steps at which func counts as straight within eps. They differ by factors up to 64."""
+
 WIDER = 64.0
 """func must be a straight line for steps up to this many times eps, otherwise its slope at eps does not count."""
 
@@ -90,6 +93,10 @@ disagree by less than an eighth of its usual effect."""
 HIDDEN_SHARE = 1 / 8
 """If func is constant at small steps, rounding inside func may hide the derivative that large steps show. This is its
 largest error, as a share of the derivative, for which it counts as hidden."""
+
+AGREEMENT = 4.0
+"""Largest distance of a measured change from an estimate that agrees with it, in units of noise, besides the error of
+the estimate. Rounding of the two values alone makes a distance of at most 1."""
 
 ISOLATED = 16.0
 """Distance of a slope from its neighbors beyond which its step is measured again, in units of rounding per step. A
@@ -368,8 +375,9 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
     quantum = _quantum(one)
     uneven = _uneven_bends(one)
     doubtful = _is_rounded(one, values, errors, allowed) | _is_staircase(one, values, allowed, uneven)
-    doubtful |= _is_absorbed(one, quantum)
-    some = doubtful.nonzero().reshape(-1)
+    doubtful |= _is_absorbed(one, quantum) | _is_straight_within_eps(one, values, errors, allowed)
+    # The slope at eps counts only if all changes are multiples of one number: kinks or waves do not change func so.
+    some = (doubtful & quantum.isfinite()).nonzero().reshape(-1)
     if some.numel():
         # Rounding of func: how far changes at smaller steps deviate from its slope at eps, and bends from a parabola.
         # Both deviations must be small, because next to a kink, only bends may deviate.
@@ -443,6 +451,23 @@ def _is_rounded(one: Measured, values: Tensor, errors: Tensor, allowed: Tensor) 
     rounded &= (wider & (distance * one.widths > one.rounding)).any(0)
     is_precise = errors <= SHARE_THAT_MATTERS * distance
     return rounded & (distance > torch.where(is_precise, SHARE_THAT_MATTERS * allowed, allowed))
+
+
+def _is_straight_within_eps(one: Measured, values: Tensor, errors: Tensor, allowed: Tensor) -> Tensor:
+    """Whether func is straight, with another slope than `values`, at STRAIGHT_STEPS consecutive steps of at most eps.
+
+    No kink explains then why smaller steps have the slope `values`: rounding inside func does, for example in
+    x + relu(x + 1e-7) at 0, where x + 1e-7 does not change for steps below 1e-23. Shape (entries,).
+    """
+    slope, used = one.slopes, (one.widths != 0) & (one.steps <= one.eps)
+    distance = (slope - values).abs().nan_to_num(torch.inf)
+    most = STRAIGHT * torch.minimum(distance, slope.abs())
+    matters = (distance > allowed + errors) & (distance * one.widths > AGREEMENT * one.rounding)
+    straight = used & matters & ((one.bends / one.steps).abs() <= most)
+    is_next = straight[:-1] & straight[1:] & ((slope[1:] - slope[:-1]).abs() <= most[:-1])
+    if len(is_next) < STRAIGHT_STEPS - 1:
+        return torch.zeros_like(allowed, dtype=torch.bool)
+    return is_next.unfold(0, STRAIGHT_STEPS - 1, 1).all(2).any(0)
 
 
 def kink(outer: Tensor, inner: Tensor, ratio: float, step: Tensor | float) -> Tensor:
@@ -715,7 +740,7 @@ def _extrapolated(slopes: Array, widths: Array, noise: Array, ratio: float) -> t
         estimate, error, width = estimates[step, order, open_], errors[step, order, open_], widths[:, open_]
         off = np.abs((slopes[:, open_] - estimate) * width)
         # The error of a slope does not grow at smaller steps. Therefore, its effect on values shrinks with the step.
-        near = off <= 8 * np.maximum(noise[open_], error * width)
+        near = off <= AGREEMENT * noise[open_] + error * width
         agrees = (near | (place < step) | (width == 0)).all(0)
         values[open_[agrees]], errors_of_values[open_[agrees]] = estimate[agrees], error[agrees]
         score[best[~agrees], open_[~agrees]] = np.inf

@@ -574,3 +574,22 @@ def test_a_derivative_next_to_a_kink_is_one_of_the_one_sided_derivatives() -> No
     func = lambda x: x + 1.277 * length * (1 - (torch.remainder((x - start) / length, 2.0) - 1).abs())  # noqa: E731
     wrong = lambda v: func(v).detach() + (v - v.detach())  # noqa: E731
     assert not fastgrad.gradcheck(wrong, (leaf(0.0),), raise_exception=False)
+
+
+# Functions, and a wrong gradient (the same for all coordinates) that lacks a term.
+LACKING: dict[str, tuple[Func, float]] = {
+    "a fast wave": (lambda v: v + 5e-9 * torch.sin(2e8 * v), 1.0),
+    "a narrow ramp": (lambda v: v + 0.1 * (v + 1e-7).clamp(0.0, 2e-7), 1.0),
+    "a wave next to 1e6": (lambda v: 1e6 + v + 3e-9 * torch.sin(1e6 * v), 1.0),
+    "a step next to 1e7": (lambda v: 1e7 + v + 1e-8 * torch.tanh(1e6 * v), 1.0),
+    "a term that rounding absorbs at small steps": (lambda v: v + 0.1 * (torch.relu(v + 1e-7) - 1e-7), 1.0),
+}
+
+
+@pytest.mark.parametrize("engine", ["dense", "compressed"])
+@pytest.mark.parametrize("name", LACKING)
+def test_a_term_that_changes_the_difference_at_eps_is_no_rounding(name: str, engine: str) -> None:
+    func, gradient = LACKING[name]
+    wrong = lambda v: func(v).detach() + gradient * (v - v.detach())  # noqa: E731
+    assert not torch.autograd.gradcheck(wrong, (leaf(0.0),), raise_exception=False)
+    assert not fastgrad.gradcheck(wrong, (leaf(0.0),), raise_exception=False, engine=engine)
