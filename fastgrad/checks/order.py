@@ -103,10 +103,10 @@ def _report_of_small(small: SmallCheck, names: tuple[str, ...], start: float) ->
     certificates: tuple[Certificate, ...] = ()
     if small.errors is None and small.tangent_errors is None:
         plan = make_sketch_plan(settings)
-        if settings.check_backward_ad:
+        if settings.check_backward_ad and small.differences is not None:
             from fastgrad.checks.sketch import verified  # imported here to keep `import fastgrad` fast
 
-            certificates = verified(settings, small.bound).certificates
+            certificates = verified(settings, small.bound, small.differences[0].step).certificates
     elif small.pattern is not None:
         plan = small.pattern.plan()
     else:

@@ -50,6 +50,7 @@ from fastgrad.verdict.repeated_rows import (
     nondeterministic_func,
     raised_for,
 )
+from fastgrad.verdict.tangents import single_entries
 
 MAX_STEPS = 5
 """Largest number of step sizes to try."""
@@ -129,6 +130,7 @@ class StepSizes:
         # Per output, the size from which errors were found at the best step size so far.
         self._hidden = torch.where(self._pending, math.inf, 0.0).to(torch.float64)
         self._bound = settings.atol
+        self._widest = settings.eps  # the largest step that verified an output
         self._smallest_bound = math.inf  # of the step sizes at which all selected rows were verified
         self._unresolved = 0.0  # the largest possible error of an entry that no step resolved
 
@@ -328,7 +330,7 @@ class _Screen(StepSizes):
 
     def _verify(self, differences: Differences, search: _Search, sketch: Sketch, weight: Tensor) -> Screening | None:
         """If no sum looks wrong, verifies the outputs whose noise is within their tolerance."""
-        settings = self._settings
+        settings, self._widest = self._settings, max(self._widest, differences.eps)
         if not search.doubtful and all_count_fully(weight) and not sketch.allowance:
             return self._verified(self._bound)
         hidden = torch.where(weight > 0, (settings.atol + 4 * sketch.allowance) / weight, math.inf)
@@ -394,29 +396,30 @@ class _Screen(StepSizes):
         return self._undecided(max(self._suspected, self._unresolved, search.unresolved))
 
     def _verified(self, bound: float) -> Screening:
-        return verified(self._settings, bound, self._unresolved)
+        return verified(self._settings, bound, self._widest, self._unresolved)
 
 
-def verified(settings: Settings, bound: float, unresolved: float = 0.0) -> Screening:
+def verified(settings: Settings, bound: float, step: float, unresolved: float = 0.0) -> Screening:
     """The result if no sum looks wrong.
 
-    bound: the size of an error that the sums show; unresolved: the possible error of an entry that no step resolved.
+    bound: the size of an error that the sums show; step: the largest step of the differences; unresolved: the possible
+    error of an entry that no step resolved.
     """
     if unresolved:
         return Screening(undecided=settings.of_entries(max(bound, unresolved)))
     cancelling = settings.of_entries(detection_limit(settings) * (bound / settings.atol if settings.atol else 0.0))
-    size = "its tolerance" if bound <= settings.atol else "the larger of its tolerance and the bound"
-    certificates = _sketch_certificates(size, settings.of_entries(bound), cancelling, settings.confidence)
+    claim = single_entries("", bound, step, settings)
+    certificates = _sketch_certificates(claim, settings.of_entries(bound), cancelling, settings.confidence)
     return Screening(certificates=certificates, bound=bound)
 
 
 @lru_cache(16)
-def _sketch_certificates(size: str, bound: float, cancelling: float, confidence: float) -> tuple[Certificate, ...]:
+def _sketch_certificates(claim: str, bound: float, cancelling: float, confidence: float) -> tuple[Certificate, ...]:
     count = sketch_size(confidence)
     method = f"{count} random directions, {count + 1} cotangents: sums of analytical entries compared with differences"
     pairs = f"the same sums, with probability {confidence:.10g}"
     return (
-        Certificate(f"no single entry is wrong by more than {size}", method, bound),
+        Certificate(claim, method, bound),
         Certificate("no two wrong entries of a row or column cancel each other", pairs, cancelling),
     )
 

@@ -122,7 +122,9 @@ class _ForwardScreen(StepSizes):
         bound = self._smallest_bound
         if self._unresolved or self._nonlinear:
             return self._undecided(bound)
-        return Screening(certificates=(sums_certificate(self._count, bound, self._settings),), bound=bound)
+        return Screening(
+            certificates=(sums_certificate(self._count, bound, self._widest, self._settings),), bound=bound
+        )
 
     def _undecided(self, hidden: float) -> Screening:
         size = max(self._bound, self._unresolved, self._nonlinear, hidden)
@@ -191,6 +193,7 @@ class _ForwardScreen(StepSizes):
         undecided_sums = torch.where(verified, resolution, torch.maximum(resolution, 4 * errors.amax(0)))
         self._hidden = torch.minimum(self._hidden, undecided_sums.nan_to_num(torch.inf))
         if bool(verified.any()):
+            self._widest = max(self._widest, differences.eps)
             self._bound = max(self._bound, float(self._hidden[verified].amax()))
         self._suspected = torch.maximum(self._suspected, torch.where(excess > 1, errors, 0.0).amax(0))
         self._pending &= ~verified

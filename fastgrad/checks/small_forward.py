@@ -107,7 +107,7 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
     steps = len(check.tangents[2]) // len(made)
     if steps > 1 and differ(check.tangents[2], products.repeat(steps, 1), settings.atol, False):
         return False
-    check.certificates.append(sums_certificate(sketch_size(settings.confidence), bound, settings))
+    check.certificates.append(sums_certificate(sketch_size(settings.confidence), bound, differences.step, settings))
     return True
 
 

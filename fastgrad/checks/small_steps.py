@@ -46,6 +46,18 @@ NOISE_MARGIN = 4.0
 """Factor of the noise, which is measured only along the first direction: along others, it may be this much larger."""
 
 
+FINER_STEP = 1 / 32
+"""Factor from a step to one that shows whether noise comes from rounding. There, a term that varies within the step is
+about linear."""
+
+EXPLAINED_RATIO = 16.0
+"""Largest ratio of the noise at a step to that at a finer one, in units of func's values, that rounding explains. The
+noise of one output is a random number, so it may be a few times smaller at one step by chance."""
+
+OUTPUT_ROUNDING = 4.0
+"""Noise from rounding of an output, in unit roundoffs of its value: the sum of a few values rounds."""
+
+
 def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor, float]]:
     """Yields directional derivatives at eps, then at one or two other steps, with the result of `_weight` for them.
 
@@ -70,7 +82,7 @@ def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor
             if known is not None:
                 continue
         factor = _step_factor(check, differences)
-        if factor is None:
+        if factor is None or (factor > 1 and _varies_within_step(check, differences, step)):
             return
         step, budget = factor * differences.step / settings.eps, 0.0
 
@@ -94,6 +106,24 @@ def _step_factor(check: SmallCheck, differences: Derivatives) -> float | None:
     while factor < LARGEST_FACTOR and noise * NOISE_MARGIN * NOISE_SHARE > factor * check.settings.atol:
         factor *= 2
     return factor
+
+
+def _varies_within_step(check: SmallCheck, differences: Derivatives, step: float) -> bool:
+    """Whether some output varies within a step, so that a larger step might average an error to zero.
+
+    Rounding inside func changes values by as much at a much smaller step. Only noise that rounding of the outputs does
+    not explain is compared with that at such a step, along the first direction.
+    """
+    size = max((largest(output.detach()) for output in check.problem.graph.outputs), default=0.0)
+    rounding, noise = OUTPUT_ROUNDING * check.problem.unit_roundoff * size, differences.noise * differences.step
+    if not bool((noise > EXPLAINED_RATIO * rounding).any()):
+        return False
+    finer = _differences(check, FINER_STEP * step, 0.0, measure_noise=True, count=1)
+    if finer is None:
+        return True
+    rounded = finer.noise * finer.step
+    usual = rounded.square().mean().sqrt().clamp(min=rounding)
+    return bool((noise > EXPLAINED_RATIO * torch.maximum(rounded, usual)).any())
 
 
 def _weight(check: SmallCheck, differences: Derivatives, share: float) -> tuple[Tensor, float] | None:

@@ -94,6 +94,13 @@ HIDDEN_SHARE = 1 / 8
 """If func is constant at small steps, rounding inside func may hide the derivative that large steps show. This is its
 largest error, as a share of the derivative, for which it counts as hidden."""
 
+MIN_MULTIPLES, MOST_MULTIPLES = 6, 1000.0
+"""Changes that are multiples of one number show rounding if there are this many of them, up to this multiple. Larger
+multiples are less exact, because the number is known only up to rounding."""
+
+MULTIPLE_RESIDUAL = 0.03
+"""Largest distance of these multiples from integers. By chance, one number is that close with probability 0.06."""
+
 AGREEMENT = 4.0
 """Largest distance of a measured change from an estimate that agrees with it, in units of noise, besides the error of
 the estimate. Rounding of the two values alone makes a distance of at most 1."""
@@ -377,7 +384,7 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
     doubtful = _is_rounded(one, values, errors, allowed) | _is_staircase(one, values, allowed, uneven)
     doubtful |= _is_absorbed(one, quantum) | _is_straight_within_eps(one, values, errors, allowed)
     # The slope at eps counts only if all changes are multiples of one number: kinks or waves do not change func so.
-    some = (doubtful & quantum.isfinite()).nonzero().reshape(-1)
+    some = (doubtful & (quantum.isfinite() | _are_multiples(one))).nonzero().reshape(-1)
     if some.numel():
         # Rounding of func: how far changes at smaller steps deviate from its slope at eps, and bends from a parabola.
         # Both deviations must be small, because next to a kink, only bends may deviate.
@@ -535,6 +542,20 @@ def _quantum(one: Measured) -> Tensor:
     taken = (one.widths != 0) & one.changes.isfinite()
     quantum = torch.where(taken & (one.changes != 0), last_digit(one.changes), torch.inf).amin(0)
     return torch.where(_is_constant(one) & (quantum > ROUNDING * one.rounding), quantum, torch.inf)
+
+
+def _are_multiples(one: Measured) -> Tensor:
+    """Whether func is constant at the smallest step, and its small changes are multiples of the smallest one.
+
+    The smallest one must be too large for rounding of the outputs. An example is 0.7 ((f(x) + 1e6) - 1e6), whose
+    changes have no common last digit. Shape (entries,).
+    """
+    changes = torch.cat([one.changes, one.bends]).abs()
+    seen = (torch.cat([one.widths, one.widths]) != 0) & changes.isfinite() & (changes > ROUNDING * one.rounding)
+    multiples = changes / torch.where(seen, changes, torch.inf).amin(0)
+    small = seen & (multiples <= MOST_MULTIPLES)
+    off = torch.where(small, (multiples - multiples.round()).abs(), 0.0).amax(0)
+    return _is_constant(one) & (small.sum(0) >= MIN_MULTIPLES) & (off <= MULTIPLE_RESIDUAL)
 
 
 def _is_constant(one: Measured) -> Tensor:
