@@ -151,7 +151,8 @@ def gradcheck(
         if the check is expected to take long and tqdm is installed.
     memory_limit
         Bytes for the numerical columns that are held at a time; by default half of the free memory. With a smaller
-        limit, more VJPs are repeated, and sparsity is used only for Jacobians with fewer entries.
+        limit, more VJPs are repeated, and sparsity is used only for Jacobians with fewer entries. MemoryError is
+        raised if a 20th of the columns does not fit.
     reference
         For inputs in float32, bfloat16 or float16: the function in double precision with which func is
         compared at the same values. Either a function of the same arguments, or "float64" for func itself. By

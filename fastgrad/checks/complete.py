@@ -352,7 +352,7 @@ def _all_entries(
         try:
             plan, failure = dense_check(problem, plan, settings, look, own, calls)
         except OUT_OF_MEMORY as error:
-            smaller = with_less_memory(problem, plan)
+            smaller = with_less_memory(problem, plan, settings)
             if smaller is None:
                 lack = as_raised(error)
                 raise MemoryError(_out_of_memory_message(problem, plan, settings, lack)) from lack

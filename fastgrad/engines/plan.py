@@ -33,6 +33,10 @@ MIN_COLUMNS_PER_PASS = 2
 """Least number of numerical columns at a time, because the two coordinates of a complex element are compared together.
 """
 
+MAX_PASSES = 20
+"""Largest number of passes over the columns, each of which runs all VJPs again: ten times the VJPs of torch's checker,
+which runs each row twice."""
+
 DEVICE_BLOCK_BYTES = 64 << 20
 """Bytes of analytical rows that replays of a CUDA graph, or several ranks, compute at a time."""
 
@@ -364,9 +368,30 @@ def most_vectorized_rows(problem: Problem | SmallProblem, seconds: float) -> int
     return most if problem.vectorizes else 0
 
 
-def with_less_memory(problem: Problem, plan: Plan) -> Plan | None:
+def _fewest_columns(problem: Problem, settings: Settings) -> int:
+    """Least number of columns at a time: an even number, with which all VJPs run MAX_PASSES times at most."""
+    if not (problem.has_graph and settings.check_backward_ad):
+        return MIN_COLUMNS_PER_PASS
+    return MIN_COLUMNS_PER_PASS * max(1, math.ceil(problem.n / (MIN_COLUMNS_PER_PASS * MAX_PASSES)))
+
+
+def _check_memory(problem: Problem, settings: Settings, limit: int) -> None:
+    """Raises MemoryError if neither the limit nor the memory of a block of rows holds the fewest columns at a time."""
+    fewest = _fewest_columns(problem, settings)
+    needed = 8 * problem.m * fewest
+    if fewest == MIN_COLUMNS_PER_PASS or needed <= max(limit, BLOCK_BYTES, 8 * problem.n):
+        return
+    given = "half of the free memory" if settings.memory_limit is None else "memory_limit"
+    raise MemoryError(
+        f"{given} ({limit} bytes) holds {limit // (8 * problem.m)} of {problem.n} columns of the Jacobian at a time, "
+        f"and all {problem.m} VJPs would run again for each set of columns. An exact check needs at least {needed} "
+        f"bytes, for {MAX_PASSES} sets."
+    )
+
+
+def with_less_memory(problem: Problem, plan: Plan, settings: Settings) -> Plan | None:
     """A dense plan with a quarter of the columns at a time, after `plan` ran out of memory; None if it has too few."""
-    columns = max(MIN_COLUMNS_PER_PASS, plan.columns_per_pass // 4)
+    columns = max(_fewest_columns(problem, settings), plan.columns_per_pass // 4)
     if columns >= min(plan.columns_per_pass, problem.n):
         return None
     return replace(
@@ -385,9 +410,15 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
     """The plan of the dense engine for a problem whose outputs are known; look: the first look, if there was one.
 
     A few columns and rows may be computed, to time them.
+
+    Raises
+    ------
+    MemoryError
+        There would be more than MAX_PASSES passes.
     """
     column_bytes = 8 * max(1, problem.m)
     limit = _memory_limit(settings, column_bytes * problem.n, problem.device)
+    _check_memory(problem, settings, limit)
     batch, replayed, remarks = _column_strategy(problem, settings, look) if look is not None else (None, False, "")
     held = 0
     if batch is not None:
@@ -395,7 +426,7 @@ def make_plan(problem: Problem, settings: Settings, look: FirstLook | None) -> P
 
         held = batch * vmapped.column_bytes(problem)
     room = limit - held if settings.memory_limit is not None else limit
-    columns = max(MIN_COLUMNS_PER_PASS, min(problem.n, room // column_bytes))
+    columns = max(_fewest_columns(problem, settings), min(problem.n, room // column_bytes))
     rows_replayed, row_remarks = _row_strategy(problem, settings, look) if look is not None else (False, "")
     # On a device, small blocks gain nothing from a cache. Several ranks wait for each other at each block.
     is_large = rows_replayed or problem.ranks > 1

@@ -249,7 +249,7 @@ def test_a_want_of_memory_is_told() -> None:
     assert report.plan is not None
     assert report.plan.engine == "dense"
     assert "memory allows 714 entries of a sparse Jacobian that may have 1000" in report.plan.reason
-    assert "memory for 5 of 1000 columns at a time" in report.plan.reason
+    assert "memory for 50 of 1000 columns at a time" in report.plan.reason
 
 
 MEASURE = """

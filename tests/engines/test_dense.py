@@ -12,7 +12,7 @@ from fastgrad.checks.order import check
 from fastgrad.core.native import IS_NATIVE
 from fastgrad.engines import dense
 from fastgrad.engines.blocks import row_parts
-from fastgrad.engines.plan import make_plan
+from fastgrad.engines.plan import MAX_PASSES, make_plan
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Plan
 from fastgrad.report.settings import Settings
@@ -107,6 +107,24 @@ def test_memory_stays_within_the_limit() -> None:
         plan = make_plan(problem, Settings(memory_limit=100_000), None)
         assert plan.columns_per_pass == 312
         assert 8 * problem.n * plan.rows_per_block <= 1 << 20
+
+
+@pytest.mark.parametrize("limit", [1, 30_000])
+@pytest.mark.parametrize("shape", [(400, 400), (1, 4000)])
+def test_a_small_memory_limit_repeats_few_rows(limit: int, shape: tuple[int, int]) -> None:
+    m, n = shape
+    matrix = leaf(m, n).detach()
+    report = check(lambda x: (matrix * x).sum(1), (leaf(n),), Settings(engine="dense", memory_limit=limit))
+    assert report.passed
+    assert report.vjps <= MAX_PASSES * (m + 2) + 128
+
+
+def test_too_small_a_memory_limit_is_told() -> None:
+    text = r"memory_limit \(16000 bytes\) holds 1 of 2000 columns .* at least 1600000 bytes"
+    with pytest.raises(MemoryError, match=text):
+        check(lambda x: x.cumsum(0), (leaf(2000),), Settings(memory_limit=16_000))
+    with Problem(lambda x: x.cumsum(0), (leaf(2000),)) as problem:
+        assert make_plan(problem, Settings(memory_limit=1_600_000), None).columns_per_pass == 100
 
 
 def test_imaginary_parts_are_judged_first() -> None:
