@@ -151,6 +151,7 @@ def _take_small_check(small: SmallCheck, problem: Problem) -> None:
     device, products, tangents = problem.device, small.products, small.tangents
     small.backward = None if small.backward is None else small.backward.to(device)
     small.columns = None if small.columns is None else small.columns.to(device)
+    small.tangent_columns = None if small.tangent_columns is None else small.tangent_columns.to(device)
     small.products = None if products is None else (products[0].to(device), products[1].to(device))
     small.tangents = None if tangents is None else (tangents[0].to(device), tangents[1], tangents[2].to(device))
 
@@ -199,7 +200,7 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
     if problem.has_graph and (backward is not None or (problem.is_custom and problem.evaluations == 1)):
         problem.base()  # called while the first evaluation still provides this value: backward may modify outputs
     sums_are_open = isinstance(findings, SmallCheck) and findings.undecided_sums is not None
-    if sums_are_open and compares_undecided_entries(problem, settings):
+    if sums_are_open and (not settings.check_backward_ad or compares_undecided_entries(problem, settings)):
         findings.notes.append(UNDECIDED_SUMS)
         plan, failure = _exact(problem, settings, findings)
     elif sketches(problem, settings) and findings.backward is None:
@@ -348,7 +349,12 @@ def _all_entries(
     seconds = look.measured * evaluations if look else 0.0
     problem.progress.start(planned, seconds, count(planned, "call"))
     while True:
-        own = Findings(backward=findings.backward, early=findings.early, columns=findings.columns)
+        own = Findings(
+            backward=findings.backward,
+            early=findings.early,
+            columns=findings.columns,
+            tangent_columns=findings.tangent_columns,
+        )
         try:
             plan, failure = dense_check(problem, plan, settings, look, own, calls)
         except OUT_OF_MEMORY as error:

@@ -202,8 +202,11 @@ class ForwardComparison:
             self._add(start, some)
 
     def _add(self, first: int, columns: Tensor) -> None:
-        tangents, domains_match = self._problem.tangent_columns(first, columns.shape[0])
-        self._domains_match &= domains_match
+        if self._findings.tangent_columns is None:
+            tangents, domains_match = self._problem.tangent_columns(first, columns.shape[0])
+            self._domains_match &= domains_match
+        else:
+            tangents = self._findings.tangent_columns[first : first + columns.shape[0]]
         blocks = dense.tangent_blocks(self._problem, first, columns, tangents)
         for output, block, part, element, analytical, numerical in blocks:
             # In torch's order of comparison: real inputs and imaginary parts come before real parts.

@@ -7,15 +7,22 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from fastgrad.checks.small_calls import compared_columns, numerical_columns
+from fastgrad.checks.small_calls import compared_columns, numerical_columns, outputs_repeat
 from fastgrad.checks.small_result import Errors, SmallCheck
-from fastgrad.checks.small_steps import changing_steps_repeat, differences_by_step, noise_repeats, sum_threshold
+from fastgrad.checks.small_steps import (
+    changing_steps_repeat,
+    differences_by_step,
+    noise_repeats,
+    steps_repeat,
+    sum_threshold,
+)
 from fastgrad.core import native, torch_private
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import Derivatives
 from fastgrad.core.phases import phase
-from fastgrad.core.tensors import differ
-from fastgrad.engines.plan import sketch_size
+from fastgrad.core.precision import ROUNDING
+from fastgrad.core.tensors import differ, largest
+from fastgrad.engines.plan import compares_undecided_entries, sketch_size
 from fastgrad.report.data import Certificate
 from fastgrad.verdict.grad_outputs import BATCH, batch_vectors
 from fastgrad.verdict.tangents import LINEAR_JVP, combined_tangents, sums_certificate, tangent_directions
@@ -30,44 +37,91 @@ which tangents are undefined, as for `ForwardMode.jvps_of`."""
 
 
 def columns_agree(check: SmallCheck) -> bool:
-    """Compares all columns by forward mode with the numerical ones; returns whether they agree."""
+    """Compares all columns by forward mode with the numerical ones; returns whether they agree.
+
+    JVPs that decided nothing must be sums of these columns.
+    """
     problem, settings = check.problem, check.settings
     if problem.n > MAX_COLUMNS:
         return False
     columns = numerical_columns(check)
     if columns is None:
         return False
-    made = _one_hot_directions(_sizes(check), settings.seed, settings.check_undefined_grad)
-    products = _jvps(check, *made)
+    n, earlier, is_undecided = problem.n, check.tangents, check.undecided_sums is not None
+    rows, undefined = _one_hot_directions(_sizes(check), settings.seed, settings.check_undefined_grad)
+    # After undecided sums, columns alone run first: the complete check also takes them if they do not agree.
+    products = _jvps(check, rows[:n], undefined[:n]) if is_undecided else _jvps(check, rows, undefined)
     if products is None:
         return False
-    tangents, sums, others = products.tensor_split([problem.n, problem.n + 2])
+    tangents = products[:n]
 
     def errors_of(columns: Tensor) -> Errors | None:
         return problem.tangent_errors(tangents, columns, settings.atol, settings.rtol)
 
     check.tangent_errors = compared_columns(check, columns, errors_of)
+    if check.tangent_errors is None:
+        check.tangent_columns = tangents
+        check.tangents = earlier if is_undecided else check.tangents
+        return False
+    others = _jvps(check, rows[n:], undefined[n:]) if is_undecided else products[n:]
+    if others is None:
+        return False
+    sums, others = others.tensor_split([2])
     total, undefined_are_zero = _of_inputs(check, others)
-    if check.tangent_errors is None or not undefined_are_zero:
+    if not undefined_are_zero or differ(total, sums[: len(total)], settings.atol, False):
         return False
-    if differ(total, sums[: len(total)], settings.atol, False):
+    if differ(rows[n : n + 2] @ tangents, sums, settings.atol, False):
         return False
-    if differ(made[0][problem.n : problem.n + 2] @ tangents, sums, settings.atol, False):
+    if earlier is not None and differ(earlier[0] @ tangents, earlier[2], settings.atol, False):
         return False
     check.certificates.append(Certificate(*LINEAR_JVP, settings.atol))
     return True
 
 
-def products_agree(check: SmallCheck) -> bool:
-    """Compares JVPs with differences along random directions, output by output; returns whether all agree."""
+def products_or_columns_agree(check: SmallCheck) -> bool:
+    """Compares products or, if they decide nothing and this takes few calls, all columns; returns whether they agree.
+
+    If not, the complete check decides.
+    """
     if check.differences is not None:
         return _products_agree(check, *check.differences)
+    if products_agree(check):
+        return changing_steps_repeat(check, last_agrees=True)
+    if not check.is_consistent or check.jvp_varies or not check.domains_match:
+        return False
+    if check.steps and compares_undecided_entries(check.problem, check.settings):
+        check.undecided_sums = torch.empty(0) if check.tangents is None else check.tangents[2]
+        if _columns_are_precise(check) and columns_agree(check):
+            return _undecided_calls_repeat(check)
+    noise_repeats(check)
+    return False
+
+
+def _columns_are_precise(check: SmallCheck) -> bool:
+    """Whether rounding of the numerical columns allows sums of JVPs to agree within atol."""
+    columns = numerical_columns(check)
+    return columns is not None and ROUNDING * check.problem.unit_roundoff * largest(columns) <= check.settings.atol
+
+
+def _undecided_calls_repeat(check: SmallCheck) -> bool:
+    """Whether the differences of undecided products, and func at the inputs, give the same results again.
+
+    They are repeated after all columns agreed, which also predict the JVPs. Differences of several steps are repeated
+    only if they changed.
+    """
+    outputs, steps = check.problem.outputs_of_graph(), check.steps
+    if not (steps_repeat(check, steps) if len(steps) == 1 else changing_steps_repeat(check, last_agrees=False)):
+        return False
+    return check.problem.record_again() and outputs_repeat(check, outputs)
+
+
+def products_agree(check: SmallCheck) -> bool:
+    """Compares JVPs with differences along random directions, output by output; returns whether all agree."""
     for differences, weight, bound in differences_by_step(check):
         if _products_agree(check, differences, weight, bound):
-            return changing_steps_repeat(check, last_agrees=True)
+            return True
         if check.early is not None or check.jvp_varies or not check.domains_match:
             return False
-    noise_repeats(check)
     return False
 
 
@@ -75,6 +129,8 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
     """Whether JVPs agree with differences and with each other; weight, bound: as from `differences_by_step`."""
     settings = check.settings
     directions, earlier = differences.directions, check.tangents
+    if not bool(directions.isfinite().all()):
+        return False  # the step that an infinite coordinate has taken is NaN, and so are its products
     combination, shares = combined_tangents(directions, settings.seed)
     # If there are several inputs, the JVP along the first direction is the sum of those for the tangents of each input.
     together = directions[1:] if len(check.problem.inputs) > 1 else directions
@@ -88,9 +144,6 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
         if found is None:
             return False
         products = found
-        if earlier is not None:  # JVPs of nearly the same tangents are known from another step
-            rows, before, known = earlier
-            check.tangents = torch.cat([rows, made]), before + which, torch.cat([known, products])
     tangents, combined, others = products.tensor_split([len(together), len(together) + 2])
     total, undefined_are_zero = _of_inputs(check, others)
     if not undefined_are_zero:
@@ -155,7 +208,11 @@ def _jvps(check: SmallCheck, rows: Tensor, undefined: list[int]) -> Tensor | Non
         return None
     if check.problem.evaluator.modified_tangent >= 0:
         return None
-    check.tangents = rows, undefined, products
+    if check.tangents is not None:
+        earlier, before, known = check.tangents
+        check.tangents = torch.cat([earlier, rows]), before + undefined, torch.cat([known, products])
+    else:
+        check.tangents = rows, undefined, products
     check.domains_match = domains_match or not check.settings.check_grad_dtypes
     return products if check.domains_match else None
 

@@ -106,8 +106,8 @@ class SmallCheck(Findings):
         Each step, relative to eps; the largest 2-norm of noise with which one-sided differences are taken; and the
         directional derivatives, whether they agree or not.
     undecided_sums
-        The early VJPs of sums that did not agree, although all calls were consistent. The reason may be curvature,
-        kinks or rounding.
+        The early VJPs, or the JVPs, of sums that did not agree, although all calls were consistent. The reason may be
+        curvature, kinks or rounding.
     bound
         The size of an error of one entry that the sums show.
     jvps

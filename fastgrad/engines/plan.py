@@ -139,13 +139,19 @@ def sketches(problem: Problem | SmallProblem, settings: Settings) -> bool:
     """Whether to use the sketch engine: not even in fast mode if the problem is so tiny that exact checks cost less."""
     if not settings.fast_mode or settings.engine != "auto":
         return settings.engine == "sketch"
-    calls = 2 * problem.n + problem.m
-    if isinstance(problem, SmallProblem) and problem.is_custom:
-        return calls > TINY_OF_CUSTOM
+    if not isinstance(problem, SmallProblem):
+        return complete_sketch_pays(problem)
+    if problem.is_custom:
+        return 2 * problem.n + problem.m > TINY_OF_CUSTOM
     seconds, costs = usual_seconds(problem, problem.working_seconds), cost_model.COSTS
-    if isinstance(problem, SmallProblem):
-        return dense_seconds(problem, seconds) > costs.small_sketch_seconds + costs.small_sketch_calls * seconds
-    return calls > TINY and dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds
+    return dense_seconds(problem, seconds) > costs.small_sketch_seconds + costs.small_sketch_calls * seconds
+
+
+def complete_sketch_pays(problem: Problem | SmallProblem) -> bool:
+    """Whether the sketch of a complete check costs less than the dense engine."""
+    seconds, costs = usual_seconds(problem, problem.working_seconds), cost_model.COSTS
+    is_tiny = 2 * problem.n + problem.m <= TINY
+    return not is_tiny and dense_seconds(problem, seconds) > costs.sketch_seconds + costs.sketch_calls * seconds
 
 
 def small_pattern_pays(problem: SmallProblem, column_groups: int, rows: int) -> bool:
@@ -159,9 +165,17 @@ def small_pattern_pays(problem: SmallProblem, column_groups: int, rows: int) -> 
 
 
 def compares_undecided_entries(problem: Problem | SmallProblem, settings: Settings) -> bool:
-    """Whether all entries, instead of sums at other steps, are compared if the sums of a small check decide nothing."""
+    """Whether all entries, instead of sums at other steps, are compared if the sums of a small check decide nothing.
+
+    In forward mode, the complete check may decide by few sums where those of a small check do not, because it
+    extrapolates differences. So all entries are compared only where the complete check does so without sums.
+    """
+    if settings.engine != "auto" or (settings.check_forward_ad and settings.check_backward_ad):
+        return False
+    if settings.check_forward_ad:
+        return not complete_sketch_pays(problem)
     most = MAX_UNDECIDED_CALLS_OF_CUSTOM if problem.is_custom else MAX_UNDECIDED_CALLS
-    return settings.engine == "auto" and not settings.check_forward_ad and 2 * problem.n + problem.m <= most
+    return 2 * problem.n + problem.m <= most
 
 
 def is_affordable(problem: Problem) -> bool:

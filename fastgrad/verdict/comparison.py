@@ -60,6 +60,8 @@ class Findings:
         checks, unless one of them has failed or raised.
     columns
         The numerical Jacobian, if it is known: float64, shape (n, m).
+    tangent_columns
+        The same by forward mode.
     batched
         The failure of a vectorized VJP that is known to raise or to differ.
     vjp_varies
@@ -85,6 +87,7 @@ class Findings:
     on_first_graph: bool = True
     early: Exception | None = None
     columns: Tensor | None = None
+    tangent_columns: Tensor | None = None
     batched: Failure | None = None
     vjp_varies: bool = False
     jvp_varies: bool = False

@@ -209,8 +209,9 @@ def test_the_same_for_second_derivatives(n: int, keywords: dict[str, Any]) -> No
         assert found[0] == "failed" or found[1:] == (calls, counts), wrong
 
 
+@pytest.mark.parametrize("keywords", [{}, {"check_forward_ad": True, "check_backward_ad": False}], ids=["", "forward"])
 @pytest.mark.parametrize("factor", [0.1, math.nan, math.inf])
-def test_each_call_of_undecided_sums_counts(factor: float) -> None:
+def test_each_call_of_undecided_sums_counts(factor: float, keywords: dict[str, Any]) -> None:
     """Func jumps at x, so random directions decide nothing. After the entries have agreed, their calls are repeated."""
 
     def func(x: Tensor) -> Tensor:
@@ -220,7 +221,7 @@ def test_each_call_of_undecided_sums_counts(factor: float) -> None:
     verdict, usual = "", 0
     for wrong in range(60):
         called, calls = wrong_once(func, wrong, factor)
-        report = fastgrad.check(called, x.clone().requires_grad_(), fast_mode=True)
+        report = fastgrad.check(called, x.clone().requires_grad_(), fast_mode=True, **keywords)
         if not wrong:
             verdict, usual = report.verdict, calls()
         assert report.verdict == "failed" or (report.verdict, calls()) == (verdict, usual), wrong

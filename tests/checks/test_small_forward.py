@@ -99,6 +99,34 @@ def test_costs() -> None:
     assert (report.evaluations, report.vjps, report.jvps) == (1 + 4 + 7, 0, 3 + 2 + 2)
 
 
+def test_undecided_products_are_replaced_by_columns_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Along random directions, func has kinks at x. The three evaluations are repeated after all columns agreed.
+    x = torch.arange(1.0, 11.0, dtype=torch.float64).requires_grad_()
+    monkeypatch.setattr("fastgrad.checks.complete.Problem", None)
+    report = fastgrad.check(
+        lambda x: (x - x.detach().round()).abs().sum() + (x * x).sum(), x, **FORWARD, fast_mode=True
+    )
+    assert (report.verdict, report.plan and report.plan.engine) == ("passed", "dense")
+    assert report.jvps == 10 + 2 + 2
+    assert report.evaluations == 1 + 3 + 20 + report.jvps + 3 + 1
+
+
+def test_columns_of_a_small_check_are_not_computed_again() -> None:
+    # Entries agree when they are measured again. The columns, two sums, and zero and undefined tangents, and all of
+    # them repeated. The complete check computes only the sums and the last two again.
+    report = fastgrad.check(lambda x: 1e-5 * (1e5 * x).sin() + x, leaf(5), **FORWARD)
+    assert report.passed
+    assert report.jvps == 2 * (5 + 2 + 2) + 2 + 2
+
+
+def test_infinite_coordinates_take_no_exact_check() -> None:
+    x = leaf(24).detach()
+    x[::3] = -torch.inf
+    report = fastgrad.check(lambda x: x.softmax(0), x.requires_grad_(), **FORWARD, fast_mode=True)
+    assert (report.verdict, report.plan and report.plan.engine) == ("passed", "sketch")
+    assert report.evaluations < 2 * 24
+
+
 @pytest.mark.parametrize("fast_mode", [False, True])
 @pytest.mark.parametrize("n", [1, 4, 30])
 @pytest.mark.parametrize(
