@@ -44,14 +44,18 @@ def _may_be_vectorized(check: SmallCheck) -> bool:
 
 @phase("numerical columns")
 def single_columns(check: SmallCheck) -> Tensor | None:
-    """As `numerical_columns`, one call of func at a time."""
+    """As `numerical_columns`, one call of func at a time, except for columns that are known from such calls."""
     check.vectorization_failed = True
-    found = check.problem.difference_columns(check.settings.eps, 0, check.problem.n)
-    if isinstance(found, tuple):
-        check.changed = found
-        return None
-    check.columns = found
-    return found
+    first, pieces, n = 0, [], check.problem.n
+    for column in [*sorted(check.single_columns), n]:
+        found = check.problem.difference_columns(check.settings.eps, first, column - first)
+        if isinstance(found, tuple):
+            check.changed = found
+            return None
+        pieces += [found, check.single_columns[column]] if column < n else [found]
+        first = column + 1
+    check.columns = torch.cat(pieces) if check.single_columns else pieces[0]
+    return check.columns
 
 
 def compared_columns(check: SmallCheck, columns: Tensor, compare: Callable[[Tensor], Errors | None]) -> Errors | None:

@@ -89,6 +89,8 @@ class SmallCheck(Findings):
     moved, jvp_varies
         As in `Findings`; also true if a gradient had a wrong size or dtype, or func returned outputs of another kind.
         The complete check then finds the error. If it finds none, some calls were right and others wrong.
+    single_columns
+        Columns that single calls gave to test a vectorized call, by number: float64, shape (1, m).
     errors
         By output and part, and by input, the largest absolute and relative error; None if the complete check must
         compare them.
@@ -127,6 +129,7 @@ class SmallCheck(Findings):
     settings: Settings
     vectorization_failed: bool = False
     changed: tuple[int, int, Any] | None = None
+    single_columns: dict[int, Tensor] = field(default_factory=dict)
     errors: Errors | None = None
     pattern: SmallPattern | None = None
     tangent_errors: Errors | None = None

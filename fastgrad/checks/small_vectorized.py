@@ -46,12 +46,14 @@ def vectorized_columns(check: SmallCheck) -> Tensor | None:
     if values is None:
         return None
     is_suitable = is_suitable and (look is None or not values_vary(problem, settings, values, look.values))
-    columns = _verified_columns(check, displacement, values) if is_suitable else None
+    measure = partial(_columns_at_known_outputs, check, displacement, values)
+    columns = measure() if is_suitable else None
     if columns is None:
         again = _values_again(check, displacement)
         if again is None or values_vary(problem, settings, again, values):
             check.irreproducible.append("next to the inputs")
-    return columns
+        return None
+    return columns if _single_calls_agree(check, columns, measure) else None
 
 
 @phase("trial of columns")
@@ -78,49 +80,60 @@ def _values_again(check: SmallCheck, displacement: Tensor) -> Tensor | None:
     return None if isinstance(found, tuple) else found
 
 
-def _verified_columns(check: SmallCheck, displacement: Tensor, values: Tensor) -> Tensor | None:
-    """Columns from a vectorized call; None if func raises in it, or if they do not agree with single calls.
+def _columns_at_known_outputs(check: SmallCheck, displacement: Tensor, values: Tensor) -> Tensor | None:
+    """Columns from a vectorized call; None if func raises in it, or does not return the known outputs.
 
     values: the outputs at x + displacement, float64, shape (m,).
     """
-    trial = partial(_trial, check, displacement, values)
-    first = trial()
-    if first is None:
-        return None
-    columns, error, measured = first
-    if error <= 1:
-        return columns
-    again = trial()
-    if again is None or again[1] <= 1 or _varies(check, measured, again[2]):
+    eps, atol = check.settings.eps, check.settings.atol
+    measure = partial(_vectorized_call, check, displacement, values)
+    first = measure()
+    if first is None or _relative(first[1], eps * atol) <= 1:
+        return None if first is None else first[0]
+    again = measure()
+    if again is None or _relative(again[1], eps * atol) <= 1 or _varies(check, first[0], again[0]):
         check.irreproducible.append("in vectorized calls")
     return None
+
+
+def _single_calls_agree(check: SmallCheck, columns: Tensor, measure: Callable[[], Tensor | None]) -> bool:
+    """Whether single calls agree with columns from a vectorized call, which `measure` repeats.
+
+    The vectorized call and the first test that fails are repeated. If the results differ, this is noted.
+    """
+    single = [
+        partial(_error_of_column, check, column) for column in _single_columns(check.problem.n, check.settings.seed)
+    ]
+    for test in (*single, *(partial(_error_of_sum, check, which) for which in range(DIRECTIONS))):
+        error, measured = test(columns)
+        if error <= 1:
+            continue
+        again = measure()
+        if again is None or _varies(check, columns, again):
+            check.irreproducible.append("in vectorized calls")
+            return False
+        error, repeated = test(again)
+        if error <= 1 or _varies(check, measured, repeated):
+            check.irreproducible.append("in vectorized calls")
+        return False
+    return True
 
 
 def _varies(check: SmallCheck, before: Tensor, again: Tensor) -> bool:
     """Whether repeated derivatives, float64, show that func returned other values than at first."""
     if before.shape != again.shape:
-        return True  # another test failed
+        return True  # func raised, or returned something else
     return derivatives_vary(check.settings, again, before, rounding_of_differences(check, 1.0))
 
 
 @phase("numerical columns")
-def _trial(check: SmallCheck, displacement: Tensor, values: Tensor) -> tuple[Tensor, float, Tensor] | None:
-    """A vectorized call and its tests, up to the first one that fails; None if func raises in this call.
-
-    Returns the columns, their error relative to the allowed one, and all derivatives in one vector.
-    """
-    settings, problem = check.settings, check.problem
-    positions = [position for position, _, _ in problem.inputs]
+def _vectorized_call(check: SmallCheck, displacement: Tensor, values: Tensor) -> tuple[Tensor, float] | None:
+    """All columns, and the largest error of the known outputs; None if func raises."""
+    positions = [position for position, _, _ in check.problem.inputs]
     evaluate = partial(_results, check.func, positions)
-    found = unless_rejected(partial(problem.vectorized_columns, evaluate, displacement, values, settings.eps))
-    if found is None:
-        return None
-    columns, difference = found
-    measured = [columns.new_tensor([difference / settings.eps]), columns.reshape(-1)]
-    error = _relative(difference, settings.eps * settings.atol)
-    for test in (_error_of_columns, _error_of_sums):  # the one with fewer calls first
-        error = error if error > 1 else test(check, columns, measured)
-    return columns, error, torch.cat(measured) if error > 1 else columns
+    return unless_rejected(
+        partial(check.problem.vectorized_columns, evaluate, displacement, values, check.settings.eps)
+    )
 
 
 def _results(func: Callable[..., Any], positions: Sequence[int], arguments: tuple[Any, ...], count: int) -> Any:
@@ -132,40 +145,35 @@ def _results(func: Callable[..., Any], positions: Sequence[int], arguments: tupl
 
 
 @phase("trial of columns")
-def _error_of_sums(check: SmallCheck, columns: Tensor, measured: list[Tensor]) -> float:
-    """The error of sums of columns along random directions, relative to the allowed one, as in `executor`.
+def _error_of_sum(check: SmallCheck, which: int, columns: Tensor) -> tuple[float, Tensor]:
+    """The error of a sum of columns along a random direction, relative to the allowed one, as in `executor`.
 
-    Adds the derivatives of single calls to `measured`.
+    Returns the error, and the derivative by single calls; empty if there is none.
     """
     settings = check.settings
-    streams = [TRIAL_STREAM + 16 * which for which in range(DIRECTIONS)]
-    points = [EVALUATIONS_PER_DIRECTION] * DIRECTIONS
+    streams, points = [TRIAL_STREAM + 16 * which], [EVALUATIONS_PER_DIRECTION]
     along = RandomDirections(settings.seed, streams, points, settings.eps, 1.0)
     found = check.unless_changed(partial(check.problem.differences_along, along, KINK), "along random directions")
     if found is None:
-        return torch.inf
+        return torch.inf, columns.new_empty(0)
     derivatives = found.derivatives.cpu()
-    measured.append(derivatives.reshape(-1))
-    return _relative(largest(derivatives - found.directions.cpu() @ columns), settings.atol)
+    return _relative(largest(derivatives - found.directions.cpu() @ columns), settings.atol), derivatives
 
 
 @phase("trial of columns")
-def _error_of_columns(check: SmallCheck, columns: Tensor, measured: list[Tensor]) -> float:
-    """Infinite if one of a few columns differs from the column of single calls; otherwise 1.
+def _error_of_column(check: SmallCheck, column: int, columns: Tensor) -> tuple[float, Tensor]:
+    """Infinite if a column differs from the column of single calls, otherwise 1; and the latter, shape (1, m).
 
-    Adds the columns of single calls to `measured`.
+    The column of single calls is kept, so that it need not be computed again.
     """
     settings = check.settings
-    for column in _single_columns(check.problem.n, settings.seed):
-        found = check.unless_changed(
-            partial(check.problem.difference_columns, settings.eps, column, 1), "at steps of one input"
-        )
-        if found is None:
-            return torch.inf
-        measured.append(found[0])
-        if not largest(columns[column] - found[0]) <= settings.atol:
-            return torch.inf
-    return 1.0
+    found = check.unless_changed(
+        partial(check.problem.difference_columns, settings.eps, column, 1), "at steps of one input"
+    )
+    if found is None:
+        return torch.inf, columns.new_empty(0)
+    check.single_columns[column] = found
+    return 1.0 if largest(columns[column] - found[0]) <= settings.atol else torch.inf, found
 
 
 @lru_cache(64)

@@ -80,6 +80,32 @@ def test_calls_do_not_depend_on_the_number_of_columns() -> None:
     assert [report_of(chain, leaf(n), engine="dense")[1] for n in (16, 40, 120)] == [16, 16, 16]
 
 
+def imprecise(x: Tensor) -> Tensor:
+    """Rounding makes sums of columns differ from differences along random directions by more than atol / 16."""
+    return 3e4 * chain(x)
+
+
+def test_a_rejected_vectorized_call_takes_few_evaluations() -> None:
+    report, calls = report_of(imprecise, leaf(N), engine="dense")
+    assert report.passed
+    assert not is_vectorized(report)
+    # One with all inputs moved; a vectorized call and four evaluations along a direction, both again. The two columns
+    # of single calls, which agreed, are used.
+    assert calls == 2 * N + 2 + 1 + 2 * (1 + 4)
+
+
+@pytest.mark.parametrize("call", range(2, 2 * N + 13))
+def test_each_call_after_a_rejected_vectorized_call_counts(call: int) -> None:
+    made = 0
+
+    def func(x: Tensor) -> Tensor:
+        nonlocal made
+        made += 1
+        return imprecise(x) * (1.01 if made == call else 1.0)
+
+    assert not fastgrad.check(func, (leaf(N),), engine="dense").passed
+
+
 def test_few_columns_of_a_fast_function_come_from_single_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_model, "COSTS", cost_model.CostModel())
     assert report_of(torch.sin, leaf(30), engine="dense")[1] == 62
