@@ -208,8 +208,6 @@ def tries_structure(problem: Problem, settings: Settings, look: FirstLook) -> bo
     """Whether a compressed Jacobian may be cheaper than a dense one."""
     if not problem.has_graph:
         return False
-    if settings.check_forward_ad and any(block.is_complex for block in (*problem.inputs, *problem.outputs)):
-        return False  # complex entries are made of rows, not of columns
     if any(block.tensor.layout is not torch.strided for block in problem.inputs):
         return False
     costs = cost_model.COSTS

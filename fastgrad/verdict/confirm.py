@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -340,25 +340,44 @@ def pattern_mismatch(
 ) -> Failure | None:
     """The `mismatch_failure` of the first pair of output and input, in torch's order, that has one.
 
-    In forward mode, all tensors must be real.
-    analytical, numerical: the entries in the pattern, float64, shape (nnz,).
+    analytical, numerical: the entries in the pattern, float64, shape (nnz,). Both coordinates of a complex element have
+    entries at the same places.
     """
-    for (output, part), block in itertools.product(row_parts(problem.outputs), problem.inputs):
+    for output, block, part in _pairs(problem, mode):
         if compression.leaves_out_pair(output, block):
             continue
         within = compression.entries_of(output)
         rows, columns = compression.rows[within] - output.first, compression.columns[within] - block.first
         chosen = (columns >= 0) & (columns < block.size)
         if part != "all":
-            chosen &= rows % 2 == int(part == "imaginary")
-        elements = rows[chosen][:: block.width] // output.width, columns[chosen][:: block.width] // block.width
+            chosen &= (rows if mode == "reverse" else columns) % 2 == int(part == "imaginary")
+        entries = chosen.nonzero().reshape(-1)
+        width = block.width
+        if mode == "forward":
+            width = output.width
+            if output.is_complex:  # the two rows of an element come one after the other
+                elements = rows[entries] // 2 * block.size + columns[entries]
+                entries = entries[elements.argsort(stable=True)]
+        first = entries[::width]
+        places = rows[first] // output.width, columns[first] // block.width
         pair = PairComparison(output, block, settings.of(block.index), mode, group_of=compression.column_groups_of)
-        along = elements if mode == "reverse" else reversed(elements)
-        pair.add_entries(analytical[within][chosen], numerical[within][chosen], *along)
+        along = places if mode == "reverse" else reversed(places)
+        pair.add_entries(analytical[within][entries], numerical[within][entries], *along)
         failure = mismatch_failure(problem, plan, pair, part, settings, findings)
         if failure is not None:
             return failure
     return None
+
+
+def _pairs(problem: Problem, mode: Mode) -> Iterator[tuple[Block, Block, Part]]:
+    """Yields all pairs of an output and an input, in torch's order, with the part of the side that has parts."""
+    if mode == "reverse":
+        for (output, part), block in itertools.product(row_parts(problem.outputs), problem.inputs):
+            yield output, block, part
+        return
+    parts = row_parts(problem.inputs)
+    for real, output in itertools.product((False, True), problem.outputs):
+        yield from ((output, block, part) for block, part in parts if (part == "real") == real)
 
 
 def _pair_mismatch(

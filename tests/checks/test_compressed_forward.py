@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import fastgrad
+from fastgrad.report.report import Report
 from tests.costs import set_costs
 
 SIZE = 700
@@ -227,12 +228,92 @@ def test_second_derivatives_by_forward_over_reverse_exploit_sparsity() -> None:
     assert report.jvps <= 14
 
 
-def test_complex_tensors_use_the_dense_engine() -> None:
-    x = torch.view_as_complex(leaf(300, 2).detach()).requires_grad_()
-    report = fastgrad.check(torch.sin, (x,), **FORWARD)
+def complex_leaf(*shape: int) -> Tensor:
+    return torch.view_as_complex(leaf(*shape, 2).detach()).requires_grad_()
+
+
+@pytest.mark.parametrize("keywords", [BOTH, FORWARD])
+@pytest.mark.parametrize(
+    ("func", "inputs"),
+    [
+        (torch.sin, (complex_leaf(300),)),
+        (torch.abs, (complex_leaf(400),)),
+        (lambda x: torch.complex(x.sin(), x.cos()), (leaf(SIZE),)),
+        (lambda z, x: (z * x, x.exp(), z.conj() * z), (complex_leaf(300), leaf(300))),
+        (lambda z: z / z.abs().sum(1, keepdim=True), (complex_leaf(40, 10),)),
+    ],
+)
+def test_complex_tensors_take_few_calls(
+    func: Callable[..., Any], inputs: tuple[Tensor, ...], keywords: dict[str, bool]
+) -> None:
+    report, dense = (fastgrad.check(func, inputs, engine=engine, **keywords) for engine in ("auto", "dense"))
     assert report.passed
     assert report.plan is not None
-    assert report.plan.engine == "dense"
+    assert report.plan.engine == "compressed"
+    assert report.jvps <= 30
+    assert report.evaluations <= 90
+    # Places, parts and modes, in the same order.
+    pairs, expected = ([pair[:6] for pair in one.pairs if pair.mode == "forward"] for one in (report, dense))
+    assert pairs == expected
+    assert any("jvp is linear" in certificate.claim for certificate in report.certificates)
+
+
+class ComplexProduct(torch.autograd.Function):
+    """z * w, whose jvp adds an entry: a part of one output element changes with a part of one input element."""
+
+    entry: tuple[int, int, int, int, float]
+
+    @staticmethod
+    def forward(z: Tensor, w: Tensor) -> Tensor:
+        return z * w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_forward(*inputs)
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[1].conj(), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Tensor) -> Tensor:
+        output, of_output, input_, of_input, size = ComplexProduct.entry
+        found = torch.view_as_real(tangent * ctx.saved_tensors[1]).clone()
+        found[output, of_output] += size * torch.view_as_real(tangent.resolve_conj())[input_, of_input]
+        return torch.view_as_complex(found)
+
+
+@pytest.mark.parametrize("keywords", [BOTH, FORWARD])
+@pytest.mark.parametrize("of_output", [0, 1])
+@pytest.mark.parametrize("of_input", [0, 1])
+@pytest.mark.parametrize("input_", [3, 200])
+@pytest.mark.parametrize("size", [2e-3, 1.0])
+def test_a_wrong_complex_entry_fails_as_in_the_dense_engine(
+    input_: int, of_output: int, of_input: int, size: float, keywords: dict[str, bool]
+) -> None:
+    ComplexProduct.entry = 3, of_output, input_, of_input, size
+    z, w = complex_leaf(300), 0.5 * complex_leaf(300).detach()
+    reports = [fastgrad.check(lambda z: ComplexProduct.apply(z, w), z, engine=one, **keywords) for one in ENGINES]
+    found, expected = (wrong_entry(report) for report in reports)
+    assert found[:-1] == expected[:-1]
+    assert found[-1] == pytest.approx(expected[-1])
+    # If the entry is outside the pattern, it may take all columns to tell it from the entry to which it is added.
+    assert input_ != 3 or reports[0].jvps < reports[1].jvps / 4
+
+
+def wrong_entry(report: Report) -> tuple[Any, ...]:
+    """How and where a report failed in forward mode, and the analytical value there."""
+    failure = report.failure
+    assert failure is not None
+    assert failure.mode == "forward"
+    assert failure.comparison is not None
+    worst = failure.comparison.worst
+    assert worst is not None
+    return failure.kind, failure.part, worst.output_index, worst.input_index, worst.analytical
+
+
+ENGINES = "auto", "dense"
 
 
 class SineAndCosine(torch.autograd.Function):
