@@ -46,6 +46,26 @@ def _inputs_changed(subject: Subject) -> Case:
     return Case(func, subject.inputs, may_raise="modified by an inplace operation")
 
 
+def _results_changed(subject: Subject) -> Case:
+    """Results change in place after forward: backward must raise, or use saved values that did not change.
+
+    The change is recorded, as that of an activation in place would be, so torch decides whether it is allowed.
+    """
+    results = tensors_of(subject.func(*subject.inputs))
+    if any(_shares(value, given) for value in results for given in subject.inputs):
+        raise NotApplicableError("a result is a view of an input, or the input itself")
+    changed = [k for k, value in enumerate(results) if value.requires_grad]
+
+    def func(*arguments: Any) -> Any:
+        result = subject.func(*arguments)
+        found = tensors_of(result)
+        for k in changed:
+            found[k].mul_(-2).add_(1)  # changes values, signs and zeros
+        return result
+
+    return Case(func, subject.inputs, may_raise="modified by an inplace operation")
+
+
 def _shares(left: Tensor, right: Tensor) -> bool:
     return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr() and left.numel() > 0
 
@@ -117,6 +137,7 @@ def restored_module(subject: Subject) -> Iterator[None]:
 VARIANTS = (
     Variant("state", "two forwards before backward", _two_forwards),
     Variant("state", "inputs changed before backward", _inputs_changed),
+    Variant("state", "results changed before backward", _results_changed),
     Variant("state", "saved tensors copied", _saved_tensors_copied),
     Variant("state", "checkpointed", _checkpointed),
     Variant("state", "another thread", _another_thread),

@@ -54,6 +54,28 @@ def with_number() -> tuple[Any, ...]:
     return numbers(4, 3).requires_grad_(), numbers().requires_grad_()
 
 
+def keeping_result(
+    forward: Callable[[Tensor], Tensor],
+    slope: Callable[[Tensor], Tensor],
+    save: Callable[[Any, Tensor], None] = lambda ctx, y: ctx.save_for_backward(y),
+    load: Callable[[Any], Tensor] = lambda ctx: ctx.saved_tensors[0],
+) -> Callable[..., Any]:
+    """A Function whose backward multiplies by slope(y); save and load: how it keeps its result y."""
+
+    class Planted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            y = forward(x)
+            save(ctx, y)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return g * slope(load(ctx))
+
+    return Planted.apply  # type: ignore[no-any-return]
+
+
 def custom(
     forward: Callable[..., Tensor],
     backward: Callable[..., Any],
@@ -252,6 +274,25 @@ STATE = [
             ("kept in a list", _into_list, lambda ctx: ctx.kept[0]),
             ("kept as an array", _into_array, lambda ctx: torch.from_numpy(ctx.array)),
             ("kept as a view", _into_view, lambda ctx: ctx.view.view(ctx.shape)),
+        )
+    ),
+    *(
+        Hidden(name, "state: results changed before backward", func, twin, matrix)
+        for name, func, twin in (
+            (
+                f"the result of {forward.__name__} {name}",
+                keeping_result(forward, slope, save, load),
+                keeping_result(forward, slope),
+            )
+            for forward, slope in (
+                (torch.exp, torch.clone),
+                (torch.tanh, lambda y: 1 - y * y),
+                (torch.relu, lambda y: y > 0),
+            )
+            for name, save, load in (
+                ("kept as an attribute", _into_attribute, lambda ctx: ctx.x),
+                ("kept as a view", _into_view, lambda ctx: ctx.view.view(ctx.shape)),
+            )
         )
     ),
     *(
