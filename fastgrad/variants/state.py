@@ -30,20 +30,32 @@ def _two_forwards(subject: Subject) -> Case:
 
 def _inputs_changed(subject: Subject) -> Case:
     """Inputs change after forward: backward must raise, or use saved values that did not change."""
-
-    def func(*arguments: Any) -> Any:
-        given = [value.clone() if i in subject.checked else value for i, value in enumerate(arguments)]
-        result = subject.func(*given)
-        with torch.no_grad():
-            for i in subject.checked:
-                given[i].mul_(1.5)
-        return result
-
     with torch.no_grad():
         results = tensors_of(subject.func(*subject.inputs))
-    if any(_shares(value, given) for value in results for given in subject.tensors()):
+    shared = {i for i, given in enumerate(subject.inputs) if any(_shares(value, given) for value in results)}
+    if shared & set(subject.checked):
         raise NotApplicableError("a result is a view of an input, or the input itself")
+    changed = [i for i in range(len(subject.inputs)) if i not in shared]
+
+    def func(*arguments: Any) -> Any:
+        given = [value.clone() if i in changed else value for i, value in enumerate(arguments)]
+        result = subject.func(*given)
+        with torch.no_grad():
+            for i in changed:
+                _change(given[i])
+        return result
+
     return Case(func, subject.inputs, may_raise="modified by an inplace operation")
+
+
+def _change(tensor: Tensor) -> None:
+    """Changes values in place; integers remain valid as indices."""
+    if tensor.dtype is torch.bool:
+        tensor.logical_not_()
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(1.5)
+    else:
+        tensor.zero_()
 
 
 def _results_changed(subject: Subject) -> Case:

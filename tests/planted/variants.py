@@ -242,6 +242,34 @@ def _by_flag(mistake: Callable[[Tensor], Tensor], flag: Callable[[], Any], usual
     return custom(torch.sin, backward, save, load)
 
 
+class Gathered(torch.autograd.Function):
+    """Rows of x at an index; save and load: how it keeps the index."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, save: Callable[..., None], load: Callable[..., Tensor]) -> Tensor:
+        ctx.like, ctx.load = x.shape, load
+        save(ctx, index)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g.new_zeros(ctx.like).index_add(0, ctx.load(ctx), g), None, None, None
+
+
+class Masked(torch.autograd.Function):
+    """A product with a mask or factor; save and load: how it keeps this."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, save: Callable[..., None], load: Callable[..., Tensor]) -> Tensor:
+        ctx.load = load
+        save(ctx, mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.load(ctx), None, None, None
+
+
 class ByMode(torch.nn.Module):
     """Wrong in one of two modes; without a mistake, right in both."""
 
@@ -274,6 +302,22 @@ STATE = [
             ("kept in a list", _into_list, lambda ctx: ctx.kept[0]),
             ("kept as an array", _into_array, lambda ctx: torch.from_numpy(ctx.array)),
             ("kept as a view", _into_view, lambda ctx: ctx.view.view(ctx.shape)),
+        )
+    ),
+    *(
+        Hidden(
+            f"{name} kept as an attribute",
+            "state: inputs changed before backward",
+            lambda x, other, function=function: function.apply(x, other, _into_attribute, lambda ctx: ctx.x),
+            lambda x, other, function=function: function.apply(
+                x, other, lambda ctx, other: ctx.save_for_backward(other), lambda ctx: ctx.saved_tensors[0]
+            ),
+            inputs,
+        )
+        for name, function, inputs in (
+            ("an index", Gathered, with_index),
+            ("a mask", Masked, lambda: (*matrix(), numbers(4, 3).flip(0) > 0)),
+            ("a factor that does not require grad", Masked, lambda: (*matrix(), numbers(4, 3).flip(0))),
         )
     ),
     *(
