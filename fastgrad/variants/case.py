@@ -17,6 +17,9 @@ from fastgrad.report.variants import VariantVerdict
 
 Family = Literal["state", "points", "layouts", "derivatives", "compiled"]
 
+MAX_ALONE = 6
+"""Largest number of inputs that are varied one at a time."""
+
 SPREADS = 0.05, -0.05
 """Largest relative distance of values next to the given ones. These values are larger or, if func is not finite there,
 smaller."""
@@ -74,6 +77,10 @@ class Subject:
     def func(self) -> Callable[..., Any]:
         """The caller's function, as a function of the inputs."""
         return self.flat(self.called)
+
+    def results(self) -> Any:
+        """The results of the caller's function at the given inputs."""
+        return self.func(*self.inputs)
 
     def flat(self, called: Callable[..., Any]) -> Callable[..., Any]:
         """Another function with the caller's arguments, as a function of the inputs."""
@@ -160,15 +167,15 @@ def tensors_of(result: Any) -> tuple[Tensor, ...]:
 class Case:
     """The arguments of `fastgrad.check` for a variant.
 
-    may_raise: a phrase of an exception that backward may rightly raise. tested_for_kinks: the function and inputs for
-    which the existence of the derivative is tested; None: func and inputs.
+    tested_for_kinks: the function and inputs for which the existence of the derivative is tested; None: func and
+    inputs. expected: makes the results that func must have at the inputs; None: func may have any results.
     """
 
     func: Callable[..., Any]
     inputs: tuple[Any, ...]
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    may_raise: str = ""
     tested_for_kinks: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+    expected: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def _compiled(backend: str, dynamic: bool) -> Callable[[Subject], Case]:
         if backend == "inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
             raise NotApplicableError("there is no C++ compiler")
         compiled = torch_private.compiled(subject.called, backend, dynamic)
-        return Case(_with_new_graphs(subject.flat(compiled)), subject.inputs)
+        return Case(_with_new_graphs(subject.flat(compiled)), subject.inputs, expected=subject.results)
 
     return make
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from fastgrad.core import native
-from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant, as_given, tensors_of
+from fastgrad.variants.case import MAX_ALONE, Case, NotApplicableError, Subject, Variant, as_given, tensors_of
 
 
 def _reverse_over_forward(subject: Subject) -> Case:
@@ -52,17 +52,33 @@ def _by_func_vjp(subject: Subject) -> Case:
     return Case(ByVjp.apply, subject.inputs)
 
 
-def _under_vmap(subject: Subject) -> Case:
-    """Two calls of func, at the inputs and next to them, as one batch."""
-    neighbor, differentiable = subject.neighbor(), _differentiable(subject)
+def _under_vmap(axis: int, number: int | None = None) -> Callable[[Subject], Case]:
+    """Two calls of func, at the inputs and next to them, as one batch.
 
-    def func(*arguments: Any) -> Any:
-        others = neighbor(arguments)
-        stacked = tuple(torch.stack([arguments[i], others[i]]) for i in subject.checked)
-        mapped = torch.func.vmap(lambda *one: differentiable(subject.of_checked(arguments)(*one)), randomness="same")
-        return mapped(*stacked)
+    axis: the batch dimension. number: the only input with a batch; None: all that are checked.
+    """
 
-    return Case(func, subject.inputs)
+    def make(subject: Subject) -> Case:
+        neighbor, differentiable = subject.neighbor(), _differentiable(subject)
+        batched = set(subject.checked) if number is None else {number}
+        axes = tuple(axis if i in batched else None for i in range(len(subject.inputs)))
+
+        def called(*arguments: Any) -> tuple[Tensor, ...]:
+            return differentiable(subject.func(*arguments))
+
+        def func(*arguments: Any) -> Any:
+            others = neighbor(arguments)
+            given = (torch.stack([x, others[i]], axis) if i in batched else x for i, x in enumerate(arguments))
+            return torch.func.vmap(called, axes, randomness="same")(*given)
+
+        def expected() -> Any:
+            others = neighbor(subject.inputs)
+            second = (others[i] if i in batched else x for i, x in enumerate(subject.inputs))
+            return tuple(map(torch.stack, zip(called(*subject.inputs), called(*second), strict=True)))
+
+        return Case(func, subject.inputs, expected=expected)
+
+    return make
 
 
 def _differentiable(subject: Subject) -> Callable[[Any], tuple[Tensor, ...]]:
@@ -87,12 +103,13 @@ def _only_input(number: int) -> Callable[[Subject], Case]:
 
 
 def of_inputs(subject: Subject) -> list[Variant]:
-    """One variant per checked input, if there are several, in which no other one requires grad.
-
-    Tests code that runs only if a gradient is needed.
-    """
+    """Variants of one of several inputs: no other one requires grad, or is a batch of vmap."""
     numbers = range(len(subject.checked)) if len(subject.checked) > 1 else ()
-    return [Variant("derivatives", f"input {subject.checked[k]} alone", _only_input(k)) for k in numbers]
+    batched = range(min(MAX_ALONE, len(subject.inputs))) if len(subject.inputs) > 1 else ()
+    return [
+        *(Variant("derivatives", f"input {subject.checked[k]} alone", _only_input(k)) for k in numbers),
+        *(Variant("derivatives", f"under vmap, input {i} alone", _under_vmap(0, i)) for i in batched),
+    ]
 
 
 _forward_over_reverse = as_given(order=2, check_fwd_over_rev=True, check_rev_over_rev=False, check_undefined_grad=False)
@@ -104,5 +121,6 @@ VARIANTS = (
     Variant("derivatives", "forward over reverse", _forward_over_reverse),
     Variant("derivatives", "batched gradients", as_given(check_batched_grad=True)),
     Variant("derivatives", "torch.func.vjp", _by_func_vjp),
-    Variant("derivatives", "under vmap", _under_vmap),
+    Variant("derivatives", "under vmap", _under_vmap(0)),
+    Variant("derivatives", "under vmap, last dimension", _under_vmap(-1)),
 )

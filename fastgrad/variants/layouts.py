@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.problem.validation import is_differentiable
-from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant
-
-MAX_ALONE = 6
-"""Largest number of inputs for which each layout is tested separately."""
+from fastgrad.variants.case import MAX_ALONE, Case, NotApplicableError, Subject, Variant
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """Memory formats by the number of dimensions."""
@@ -26,7 +23,7 @@ def _laid_out(change: Callable[[Tensor], Tensor]) -> Make:
         changed = subject.with_changed(change, chosen)
         if all(_layout(new) == _layout(old) for new, old in zip(changed, subject.inputs, strict=True)):
             raise NotApplicableError("no input can have this layout")
-        return Case(subject.func, changed)
+        return Case(subject.func, changed, expected=subject.results)
 
     return make
 
@@ -42,7 +39,7 @@ def _through(view: Callable[[Tensor], Tensor], base: Callable[[Tensor], Tensor])
         def func(*arguments: Any) -> Any:
             return subject.func(*(view(x) if i in chosen else x for i, x in enumerate(arguments)))
 
-        return Case(func, subject.with_changed(base, chosen))
+        return Case(func, subject.with_changed(base, chosen), expected=subject.results)
 
     return make
 
@@ -89,7 +86,7 @@ def _expanded(subject: Subject, chosen: set[int]) -> Case:
     # The derivative along the expanded rows may exist although func has no derivative at this point.
     whole = subject.with_changed(lambda x: x[:1].expand_as(x).clone(), set(sizes))
     first = subject.with_changed(lambda x: x[:1].clone(), set(sizes))
-    return Case(func, first, tested_for_kinks=(subject.func, whole))
+    return Case(func, first, tested_for_kinks=(subject.func, whole), expected=lambda: subject.func(*whole))
 
 
 _LAYOUTS: tuple[tuple[str, Make, bool], ...] = (

@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from fastgrad.problem.arguments import as_tuple
-from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant, tensors_of
+from fastgrad.variants.case import Case, NotApplicableError, Outcome, Subject, Variant, tensors_of
+from fastgrad.variants.values import difference
 
 
 def _two_forwards(subject: Subject) -> Case:
@@ -28,8 +29,17 @@ def _two_forwards(subject: Subject) -> Case:
     return Case(func, subject.inputs)
 
 
+def _saved_as_copies() -> saved_tensors_hooks:
+    """A context in which what a function saves for backward is copied: later changes affect only what it keeps itself.
+
+    Without it, autograd would raise for a saved tensor that has changed, which would hide another one that it does not
+    know.
+    """
+    return saved_tensors_hooks(torch.clone, lambda copy: copy)
+
+
 def _inputs_changed(subject: Subject) -> Case:
-    """Inputs change after forward: backward must raise, or use saved values that did not change."""
+    """Inputs change after forward, which may not have kept them other than by `save_for_backward`."""
     with torch.no_grad():
         results = tensors_of(subject.func(*subject.inputs))
     shared = {i for i, given in enumerate(subject.inputs) if any(_shares(value, given) for value in results)}
@@ -39,13 +49,14 @@ def _inputs_changed(subject: Subject) -> Case:
 
     def func(*arguments: Any) -> Any:
         given = [value.clone() if i in changed else value for i, value in enumerate(arguments)]
-        result = subject.func(*given)
+        with _saved_as_copies():
+            result = subject.func(*given)
         with torch.no_grad():
             for i in changed:
                 _change(given[i])
         return result
 
-    return Case(func, subject.inputs, may_raise="modified by an inplace operation")
+    return Case(func, subject.inputs)
 
 
 def _change(tensor: Tensor) -> None:
@@ -59,7 +70,7 @@ def _change(tensor: Tensor) -> None:
 
 
 def _results_changed(subject: Subject) -> Case:
-    """Results change in place after forward: backward must raise, or use saved values that did not change.
+    """Results change in place after forward, which may not have kept them other than by `save_for_backward`.
 
     The change is recorded, as that of an activation in place would be, so torch decides whether it is allowed.
     """
@@ -69,13 +80,14 @@ def _results_changed(subject: Subject) -> Case:
     changed = [k for k, value in enumerate(results) if value.requires_grad]
 
     def func(*arguments: Any) -> Any:
-        result = subject.func(*arguments)
+        with _saved_as_copies():
+            result = subject.func(*arguments)
         found = tensors_of(result)
         for k in changed:
             found[k].mul_(-2).add_(1)  # changes values, signs and zeros
         return result
 
-    return Case(func, subject.inputs, may_raise="modified by an inplace operation")
+    return Case(func, subject.inputs)
 
 
 def _shares(left: Tensor, right: Tensor) -> bool:
@@ -84,7 +96,7 @@ def _shares(left: Tensor, right: Tensor) -> bool:
 
 def _through(call: Callable[..., Any]) -> Callable[[Subject], Case]:
     """A variant that calls the function by call(func, *arguments)."""
-    return lambda subject: Case(partial(call, subject.func), subject.inputs)
+    return lambda subject: Case(partial(call, subject.func), subject.inputs, expected=subject.results)
 
 
 @_through
@@ -110,6 +122,15 @@ def _another_thread(func: Callable[..., Any], *arguments: Any) -> Any:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()
+
+
+def _without_recording(subject: Subject) -> Outcome:
+    """Without a graph, as for all differences of a check, forward may take another branch; its values must be equal."""
+    for disabled in (torch.no_grad, torch.inference_mode):
+        wrong = difference(disabled()(subject.results), subject.results, 0.0)
+        if wrong:
+            return Outcome("failed", f"under torch.{disabled.__name__}, {wrong}")
+    return Outcome("passed")
 
 
 def _under_autocast(subject: Subject) -> Case:
@@ -153,6 +174,7 @@ VARIANTS = (
     Variant("state", "saved tensors copied", _saved_tensors_copied),
     Variant("state", "checkpointed", _checkpointed),
     Variant("state", "another thread", _another_thread),
+    Variant("state", "gradients disabled", _without_recording),
     Variant("state", "forward under autocast", _under_autocast),
     Variant("state", "train and eval exchanged", _other_mode),
 )

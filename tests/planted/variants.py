@@ -128,6 +128,15 @@ MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
 """What is made of a right gradient."""
 
 
+OTHER_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one more": lambda right: right + 1,
+    "the last value lost": lambda right: right - (right - _without_last(right)).detach(),
+    "the values of other rows": lambda right: right + right.detach().flip(0) - right.detach(),
+    "a millionth more": lambda right: right + 1e-6,
+}
+"""What is made of right values, with a right gradient."""
+
+
 def exact(right: Callable[..., Tensor], mistake: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:
     """The value of `right`, with a wrong gradient."""
     gradient = mistake(right(*inputs))
@@ -359,6 +368,16 @@ STATE = [
         )
     ),
     *(
+        Hidden(
+            f"{name} without a graph",
+            "state: gradients disabled",
+            lambda x, other=other: x.sin() if torch.is_grad_enabled() else other(x.sin()),
+            torch.sin,
+            matrix,
+        )
+        for name, other in OTHER_VALUES.items()
+    ),
+    *(
         Hidden(f"{name} under autocast", "state: forward under autocast", func, SINE, matrix)
         for name, func in (
             (name, _by_flag(mistake, partial(torch.is_autocast_enabled, "cpu"), False))
@@ -549,8 +568,9 @@ def by_parts(
     jvp: Callable[[Tensor, Tensor], Tensor],
     slope: Callable[..., Any] = torch.cos,
     vmap: Callable[[Tensor], Tensor] | None = None,
+    axis_of: Callable[[int], int] = int,
 ) -> Callable[..., Any]:
-    """Sin with a custom jvp; slope: called by backward; vmap: the batching rule."""
+    """Sin with a custom jvp; slope: called by backward; vmap, axis_of: the batching rule, and the batch's new axis."""
 
     class Parts(torch.autograd.Function):
         @staticmethod
@@ -573,10 +593,33 @@ def by_parts(
     if vmap is not None:
 
         def of_batch(info: Any, in_dims: Any, x: Tensor) -> Any:
-            return vmap(x), in_dims[0]
+            return vmap(x), axis_of(in_dims[0])
 
         Parts.vmap = staticmethod(of_batch)  # type: ignore[method-assign, assignment]
     return Parts.apply  # type: ignore[no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    """A product whose batching rule makes `mistake` if only one factor is a batch."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, mistake: Callable[[Tensor], Tensor]) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return g * y, g * x, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, y: Tensor, mistake: Callable[[Tensor], Tensor]) -> Any:
+        pairs = zip((x, y), in_dims[:2], strict=True)
+        x, y = (value if axis is None else value.movedim(axis, 0) for value, axis in pairs)
+        return mistake(x * y) if None in in_dims[:2] else x * y, 0
 
 
 def _right_jvp(tangent: Tensor, x: Tensor) -> Tensor:
@@ -682,7 +725,61 @@ DERIVATIVES = [
 ]
 
 
-HIDDEN = STATE + POINTS_AND_LAYOUTS + DERIVATIVES
+def _as_in_memory(x: Tensor) -> Tensor:
+    return x.as_strided(x.shape, torch.empty(x.shape).stride(), 0)
+
+
+VALUES = [
+    *(
+        Hidden(
+            f"vmap: {name}",
+            "derivatives: under vmap",
+            by_parts(_right_jvp, vmap=lambda x, other=other: other(x.sin())),
+            RIGHT_PARTS,
+            matrix,
+        )
+        for name, other in OTHER_VALUES.items()
+    ),
+    *(
+        Hidden(
+            f"vmap: the batch dimension {name}",
+            "derivatives: under vmap, last dimension",
+            by_parts(_right_jvp, vmap=torch.sin, axis_of=axis_of),
+            RIGHT_PARTS,
+            inputs,
+        )
+        for (name, axis_of), inputs in product(
+            (
+                ("is taken for the first", lambda axis: 0),
+                ("is taken for the one before it", lambda axis: max(axis - 1, 0)),
+            ),
+            (lambda: (numbers(2, 2).requires_grad_(),), lambda: (numbers(2, 2, 2).requires_grad_(),)),
+        )
+    ),
+    *(
+        Hidden(
+            f"vmap of one factor: {name}",
+            "derivatives: under vmap, input 1 alone",
+            lambda x, y, other=other: _Product.apply(x, y, other),
+            torch.mul,
+            lambda: (numbers(4, 3).requires_grad_(), numbers(4, 3).flip(0).requires_grad_()),
+        )
+        for name, other in OTHER_VALUES.items()
+    ),
+    *(
+        Hidden(
+            f"memory read without regard of strides, {name}",
+            f"layouts: {name}",
+            lambda x: _as_in_memory(x).sin(),
+            torch.sin,
+            matrix,
+        )
+        for name in ("gaps between elements", "transposed in memory", "storage offset, unaligned")
+    ),
+]
+
+
+HIDDEN = STATE + POINTS_AND_LAYOUTS + DERIVATIVES + VALUES
 
 
 # Compiled ------------------------------------------------------------------------------------------------------------

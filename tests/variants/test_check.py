@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastgrad
 from fastgrad.variants import kinks
-from fastgrad.variants.layouts import MAX_ALONE
+from fastgrad.variants.case import MAX_ALONE
 from tests.planted.causes import both_modes
 from tests.planted.row import function
 from tests.planted.variants import (
