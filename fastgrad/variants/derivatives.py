@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from fastgrad.core import native
-from fastgrad.variants.case import MAX_ALONE, Case, NotApplicableError, Subject, Variant, as_given, tensors_of
+from fastgrad.variants import layouts
+from fastgrad.variants.case import MAX_ALONE, Case, NotApplicableError, Outcome, Subject, Variant, as_given, tensors_of
 
 
 def _reverse_over_forward(subject: Subject) -> Case:
@@ -112,11 +114,28 @@ def of_inputs(subject: Subject) -> list[Variant]:
     ]
 
 
+_FORWARD_MODE = {"check_forward_ad": True, "check_backward_ad": False}
+
+
+def _in_forward_mode(layout: Variant) -> Variant:
+    """The variant in which inputs, and so tangents, have a layout. torch gives a tangent the layout of its tensor."""
+
+    def make(subject: Subject) -> Case | Outcome:
+        case = layout.make(subject)
+        return replace(case, keywords=_FORWARD_MODE) if isinstance(case, Case) else case
+
+    return Variant("derivatives", f"forward mode, {layout.name}", make, layout.is_elsewhere)
+
+
 _forward_over_reverse = as_given(order=2, check_fwd_over_rev=True, check_rev_over_rev=False, check_undefined_grad=False)
 
 VARIANTS = (
     *(Variant("derivatives", f"order {order}", as_given(order=order)) for order in (2, 3, 4)),
-    Variant("derivatives", "forward mode", as_given(check_forward_ad=True, check_backward_ad=False)),
+    Variant("derivatives", "forward mode", as_given(**_FORWARD_MODE)),
+    *map(_in_forward_mode, layouts.VARIANTS),
+    Variant(
+        "derivatives", "forward mode, batched tangents", as_given(**_FORWARD_MODE, check_batched_forward_grad=True)
+    ),
     Variant("derivatives", "reverse over forward", _reverse_over_forward),
     Variant("derivatives", "forward over reverse", _forward_over_reverse),
     Variant("derivatives", "batched gradients", as_given(check_batched_grad=True)),

@@ -779,7 +779,39 @@ VALUES = [
 ]
 
 
-HIDDEN = STATE + POINTS_AND_LAYOUTS + DERIVATIVES + VALUES
+def _jvp_where(condition: Callable[[Tensor], Any], mistake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def jvp(tangent: Tensor, x: Tensor) -> Tensor:
+        return mistake(tangent * x.cos()) if condition(tangent) else tangent * x.cos()
+
+    return by_parts(jvp, lambda x: x.cos().conj())
+
+
+FORWARD_MODE = [
+    *(
+        Hidden(
+            f"{name} where tangents have {variant}",
+            f"derivatives: forward mode, {variant.removeprefix('layouts: ')}",
+            _jvp_where(condition, mistake),
+            torch.sin,
+            inputs,
+        )
+        for (variant, (condition, inputs)), (name, mistake) in product(CONDITIONS.items(), MISTAKES.items())
+        if variant.startswith("layouts: ")
+    ),
+    *(
+        Hidden(
+            f"{name} where tangents are a batch",
+            "derivatives: forward mode, batched tangents",
+            _jvp_where(torch._C._functorch.is_legacy_batchedtensor, mistake),
+            RIGHT_PARTS,
+            matrix,
+        )
+        for name, mistake in MISTAKES.items()
+    ),
+]
+
+
+HIDDEN = STATE + POINTS_AND_LAYOUTS + DERIVATIVES + VALUES + FORWARD_MODE
 
 
 # Compiled ------------------------------------------------------------------------------------------------------------
