@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -142,18 +143,20 @@ class Subject:
             def make(arguments: tuple[Any, ...], factors: list[Tensor | None] = factors) -> list[Any]:
                 return [x if by is None else x * by for x, by in zip(arguments, factors, strict=True)]
 
-            if _is_finite(self.func, make(self.inputs)):
+            if is_finite(self.func, make(self.inputs)):
                 return make
         raise NotApplicableError("at inputs next to the given ones, func raises or is not finite")
 
 
-def _is_finite(func: Callable[..., Any], inputs: list[Any]) -> bool:
+def is_finite(func: Callable[..., Any], inputs: Sequence[Any], most: float = math.inf) -> bool:
+    """Whether func returns finite values, and at most this many elements."""
     try:
         with torch.no_grad():
             results = tensors_of(func(*inputs))
     except Exception:
         return False
-    return all(bool(one.isfinite().all()) for one in results if one.is_floating_point())
+    small = sum(one.numel() for one in results) <= most
+    return small and all(bool(one.isfinite().all()) for one in results if one.is_floating_point())
 
 
 def tensors_of(result: Any) -> tuple[Tensor, ...]:

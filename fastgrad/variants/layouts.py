@@ -73,20 +73,24 @@ def _negated(subject: Subject, chosen: set[int]) -> Case:
     return _through(lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag, torch.clone)(subject, real)
 
 
-def _expanded(subject: Subject, chosen: set[int]) -> Case:
-    """Tensors whose rows are one row in memory."""
-    found = ((i, subject.inputs[i]) for i in chosen)
-    sizes = {i: x.shape for i, x in found if is_differentiable(x) and x.ndim and x.shape[0] > 1}
-    if not sizes:
-        raise NotApplicableError("no input has rows")
+def _expanded(dim: int) -> Make:
+    """Tensors whose rows (dim 0) or columns (dim -1) are the same memory."""
 
-    def func(*arguments: Any) -> Any:
-        return subject.func(*(x.expand(sizes[i]) if i in sizes else x for i, x in enumerate(arguments)))
+    def make(subject: Subject, chosen: set[int]) -> Case:
+        found = ((i, subject.inputs[i]) for i in chosen)
+        sizes = {i: x.shape for i, x in found if is_differentiable(x) and x.ndim > -dim and x.shape[dim] > 1}
+        if not sizes:
+            raise NotApplicableError(f"no input has {'columns' if dim else 'rows'}")
 
-    # The derivative along the expanded rows may exist although func has no derivative at this point.
-    whole = subject.with_changed(lambda x: x[:1].expand_as(x).clone(), set(sizes))
-    first = subject.with_changed(lambda x: x[:1].clone(), set(sizes))
-    return Case(func, first, tested_for_kinks=(subject.func, whole), expected=lambda: subject.func(*whole))
+        def func(*arguments: Any) -> Any:
+            return subject.func(*(x.expand(sizes[i]) if i in sizes else x for i, x in enumerate(arguments)))
+
+        # The derivative along the expanded dimension may exist although func has no derivative at this point.
+        whole = subject.with_changed(lambda x: x.narrow(dim, 0, 1).expand_as(x).clone(), set(sizes))
+        first = subject.with_changed(lambda x: x.narrow(dim, 0, 1).clone(), set(sizes))
+        return Case(func, first, tested_for_kinks=(subject.func, whole), expected=lambda: subject.func(*whole))
+
+    return make
 
 
 _LAYOUTS: tuple[tuple[str, Make, bool], ...] = (
@@ -96,7 +100,8 @@ _LAYOUTS: tuple[tuple[str, Make, bool], ...] = (
     ("channels last", _laid_out(_channels_last), False),
     ("conjugated lazily", _laid_out(_conjugated), False),
     ("negated lazily", _negated, False),
-    ("rows expanded", _expanded, True),
+    ("rows expanded", _expanded(0), True),
+    ("columns expanded", _expanded(-1), True),
 )
 """Names of layouts, makers of cases, and `Variant.is_elsewhere`."""
 

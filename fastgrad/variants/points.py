@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastgrad.variants.case import Case, NotApplicableError, Subject, Variant, as_given
+from fastgrad.problem.validation import is_differentiable
+from fastgrad.variants.case import SPREADS, Case, NotApplicableError, Subject, Variant, as_given, is_finite
 
 LARGE, TINY = 1e3, 1e-3
 """Factors by which the given values are multiplied."""
+
+MANY = 1025
+"""Rows or columns, one more than the most threads of a CUDA block (1024: CUDA C++ programming guide, compute
+capabilities)."""
+
+MAX_ELEMENTS = 1 << 17
+"""Largest number of elements of all inputs, and of all results, with many rows or columns: a func that takes a
+microsecond per element takes a tenth of a second."""
 
 
 def _is_positive(tensor: Tensor) -> bool:
@@ -51,16 +61,71 @@ def _with_repeated_indices(subject: Subject) -> Case:
     return Case(subject.func, subject.with_changed(lambda x: torch.full_like(x, int(x.flatten()[0])), chosen))
 
 
-def _first_rows(count: int) -> Callable[[Subject], Case]:
+def _size(subject: Subject, dim: int, other: int) -> tuple[set[int], int]:
+    """The inputs that have dimensions, and the size of their first or last one, if it is the same for all of them."""
+    sizes = {i: value.shape[dim] for i, value in enumerate(subject.given) if value.ndim}
+    if len(set(sizes.values())) != 1 or other in sizes.values():
+        which = "last" if dim else "first"
+        raise NotApplicableError(
+            f"the inputs have no dimensions, or their {which} dimensions differ in size or have this size already"
+        )
+    return set(sizes), next(iter(sizes.values()))
+
+
+def _few(dim: int, count: int) -> Callable[[Subject], Case]:
+    """Only the first rows (dim 0) or columns (dim -1)."""
+
     def make(subject: Subject) -> Case:
-        rows = {i: value.shape[0] for i, value in enumerate(subject.given) if value.ndim}
-        if len(set(rows.values())) != 1 or count in rows.values():
-            raise NotApplicableError(
-                "the inputs have no dimensions, or their first dimensions differ in size or have this size already"
-            )
-        return Case(subject.func, subject.with_changed(lambda x: x[:count].clone(), set(rows)))
+        chosen, size = _size(subject, dim, count)
+        if count > size:
+            raise NotApplicableError("the inputs are empty")
+        return Case(subject.func, subject.with_changed(lambda x: x.narrow(dim, 0, count).clone(), chosen))
 
     return make
+
+
+def _many(dim: int) -> Callable[[Subject], Case]:
+    """Repeated rows (dim 0) or columns (dim -1), each with values next to the given ones."""
+
+    def make(subject: Subject) -> Case:
+        chosen, size = _size(subject, dim, MANY)
+        if not size or sum(subject.given[i].numel() for i in chosen) // size * MANY > MAX_ELEMENTS:
+            raise NotApplicableError("the inputs are empty or would be too large")
+        positions = torch.arange(MANY) % size
+        for spread in SPREADS:
+            generator = torch.Generator().manual_seed(subject.seed)
+
+            def repeated(x: Tensor, spread: float = spread, generator: torch.Generator = generator) -> Tensor:
+                rows = x.index_select(dim, positions.to(x.device))
+                factors = 1 + spread * torch.rand(rows.shape, generator=generator, dtype=torch.float64)
+                return rows * factors.to(x.device, x.dtype.to_real()) if is_differentiable(x) else rows
+
+            inputs = subject.with_changed(repeated, chosen)
+            if is_finite(subject.func, inputs, MAX_ELEMENTS):
+                return Case(subject.func, inputs, {"fast_mode": True})
+        raise NotApplicableError("func raises or is not finite for these inputs, or its results are too large")
+
+    return make
+
+
+def _same_twice(subject: Subject) -> Case:
+    """One tensor in place of all inputs like it."""
+    first = subject.checked[0]
+    x = subject.inputs[first]
+    like = {i for i in subject.checked if _kind(subject.inputs[i]) == _kind(x)}
+    if len(like) < 2:
+        raise NotApplicableError("no two inputs that require grad have the same shape and dtype")
+
+    def func(*arguments: Any) -> Any:
+        return subject.func(*(arguments[first] if i in like else value for i, value in enumerate(arguments)))
+
+    # The derivative along equal inputs may exist although func has no derivative at this point.
+    whole = subject.with_changed(lambda _: x.detach().clone(), like)
+    return Case(func, subject.with_changed(torch.clone, like), tested_for_kinks=(subject.func, whole))
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.layout, tensor.device
 
 
 VARIANTS = (
@@ -74,6 +139,11 @@ VARIANTS = (
     Variant("points", "large", _at(lambda x: LARGE * x), True),
     Variant("points", "tiny", _at(lambda x: TINY * x), True),
     Variant("points", "repeated indices", _with_repeated_indices, True),
-    Variant("points", "one row", _first_rows(1), True),
-    Variant("points", "no rows", _first_rows(0), True),
+    Variant("points", "the same tensor twice", _same_twice, True),
+    Variant("points", "one row", _few(0, 1), True),
+    Variant("points", "no rows", _few(0, 0), True),
+    Variant("points", "many rows", _many(0)),
+    Variant("points", "one column", _few(-1, 1), True),
+    Variant("points", "no columns", _few(-1, 0), True),
+    Variant("points", "many columns", _many(-1)),
 )

@@ -29,6 +29,19 @@ def _two_forwards(subject: Subject) -> Case:
     return Case(func, subject.inputs)
 
 
+def _two_calls_added(subject: Subject) -> Case:
+    """The sum of two calls: its backward runs that of both, and neither may overwrite the gradient of the other."""
+    neighbor = subject.neighbor()
+    if not any(value.requires_grad for value in tensors_of(subject.results())):
+        raise NotApplicableError("no output requires grad")
+
+    def func(*arguments: Any) -> Any:
+        first, second = (tensors_of(subject.func(*given)) for given in (arguments, neighbor(arguments)))
+        return tuple(map(torch.add, first, second))
+
+    return Case(func, subject.inputs)
+
+
 def _saved_as_copies() -> saved_tensors_hooks:
     """A context in which what a function saves for backward is copied: later changes affect only what it keeps itself.
 
@@ -169,6 +182,7 @@ def restored_module(subject: Subject) -> Iterator[None]:
 
 VARIANTS = (
     Variant("state", "two forwards before backward", _two_forwards),
+    Variant("state", "results of two calls added", _two_calls_added),
     Variant("state", "inputs changed before backward", _inputs_changed),
     Variant("state", "results changed before backward", _results_changed),
     Variant("state", "saved tensors copied", _saved_tensors_copied),

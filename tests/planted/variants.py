@@ -408,6 +408,9 @@ CONDITIONS: dict[str, tuple[Callable[[Tensor], Any], Callable[[], tuple[Any, ...
     "points: large": (lambda x: x.abs().max() > 100, matrix),
     "points: tiny": (lambda x: 0 < x.abs().max() < 1e-2, matrix),
     "points: one row": (lambda x: x.shape[0] == 1, matrix),
+    "points: many rows": (lambda x: x.shape[0] > 1024, matrix),
+    "points: one column": (lambda x: x.shape[1] == 1, matrix),
+    "points: many columns": (lambda x: x.shape[1] > 1024, matrix),
     "layouts: gaps between elements": (lambda x: x.stride(-1) == 2, matrix),
     "layouts: transposed in memory": (lambda x: x.stride() == (1, 4), matrix),
     "layouts: storage offset, unaligned": (lambda x: x.storage_offset() == 1, matrix),
@@ -415,6 +418,7 @@ CONDITIONS: dict[str, tuple[Callable[[Tensor], Any], Callable[[], tuple[Any, ...
     "layouts: conjugated lazily": (lambda x: x.is_conj(), complex_matrix),
     "layouts: negated lazily": (lambda x: x.is_neg(), matrix),
     "layouts: rows expanded": (lambda x: x.stride(0) == 0, matrix),
+    "layouts: columns expanded": (lambda x: x.stride(1) == 0, matrix),
 }
 """For each variant: whether an input is of this variant, and the inputs from which the variant is made."""
 
@@ -460,8 +464,8 @@ def _largest(zeros: Tensor, index: Tensor, g: Tensor) -> Tensor:
     return kept
 
 
-class _BiasWithoutRows(torch.autograd.Function):
-    """x + bias; without rows, the gradient of the bias is `value`."""
+class _BiasOfNothing(torch.autograd.Function):
+    """x + bias; for an empty x, the gradient of the bias is `value`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, value: float) -> Tensor:
@@ -470,7 +474,7 @@ class _BiasWithoutRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return g, g.sum() if len(g) else torch.full_like(g.sum(), ctx.value), None
+        return g, g.sum() if g.numel() else torch.full_like(g.sum(), ctx.value), None
 
 
 POINTS_AND_LAYOUTS = [
@@ -507,13 +511,13 @@ POINTS_AND_LAYOUTS = [
     ),
     *(
         Hidden(
-            f"{value} where there are no rows",
-            "points: no rows",
-            lambda x, bias, value=value: _BiasWithoutRows.apply(x, bias, value),
+            f"{value} where there are {nothing}",
+            f"points: {nothing}",
+            lambda x, bias, value=value: _BiasOfNothing.apply(x, bias, value),
             torch.add,
             with_number,
         )
-        for value in (1.0, -1.0, float("nan"), float("inf"))
+        for nothing, value in product(("no rows", "no columns"), (1.0, -1.0, float("nan"), float("inf")))
     ),
     *(
         Hidden(
@@ -534,6 +538,73 @@ POINTS_AND_LAYOUTS = [
         custom(torch.sin, lambda g, x: cosine(g, flat(x))),
         SINE,
         matrix,
+    ),
+]
+
+
+def _if_same(mistake: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return exact(torch.mul, mistake, x, y) if x is y else x * y
+
+
+class Overwritten(torch.autograd.Function):
+    """sin; backward writes its result where `place` says, and other backwards of the same graph may overwrite it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Callable[[Any, Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.place = place
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return ctx.place(ctx, g * x.cos()), None
+
+
+def _in_place_of_all(ctx: Any, right: Tensor) -> Tensor:
+    return _workspace[: right.numel()].view(right.shape).copy_(right)
+
+
+def _in_place_of_shape(ctx: Any, right: Tensor) -> Tensor:
+    return _kept.setdefault(("gradient", right.shape), torch.empty_like(right)).copy_(right)
+
+
+def _in_place_of_thread(ctx: Any, right: Tensor) -> Tensor:
+    if not hasattr(_local, "gradient") or _local.gradient.shape != right.shape:
+        _local.gradient = torch.empty_like(right)
+    return _local.gradient.copy_(right)
+
+
+def _at_the_end(ctx: Any, right: Tensor) -> Tensor:
+    return _workspace[-right.numel() :].view(right.shape).copy_(right)
+
+
+TWICE = [
+    *(
+        Hidden(
+            f"a product of equal factors: {name}",
+            "points: the same tensor twice",
+            partial(_if_same, mistake),
+            torch.mul,
+            lambda: (numbers(4, 3).requires_grad_(), numbers(4, 3).flip(0).requires_grad_()),
+        )
+        for name, mistake in MISTAKES.items()
+    ),
+    *(
+        Hidden(
+            f"the gradient written into {name}",
+            "state: results of two calls added",
+            lambda x, place=place: Overwritten.apply(x, place),
+            torch.sin,
+            matrix,
+        )
+        for name, place in (
+            ("a workspace", _in_place_of_all),
+            ("a workspace for each shape", _in_place_of_shape),
+            ("a workspace for each thread", _in_place_of_thread),
+            ("the end of a workspace", _at_the_end),
+        )
     ),
 ]
 
@@ -811,7 +882,7 @@ FORWARD_MODE = [
 ]
 
 
-HIDDEN = STATE + POINTS_AND_LAYOUTS + DERIVATIVES + VALUES + FORWARD_MODE
+HIDDEN = STATE + POINTS_AND_LAYOUTS + TWICE + DERIVATIVES + VALUES + FORWARD_MODE
 
 
 # Compiled ------------------------------------------------------------------------------------------------------------

@@ -357,6 +357,7 @@ class _Raw(torch.autograd.Function):
         ("conjugated lazily", (3, 2), torch.complex128),
         ("negated lazily", (4, 3), torch.float64),
         ("rows expanded", (4, 3), torch.float64),
+        ("columns expanded", (4, 3), torch.float64),
     ],
 )
 def test_a_layout_of_one_input_alone(layout: str, shape: tuple[int, ...], dtype: torch.dtype, is_checked: bool) -> None:
@@ -589,6 +590,14 @@ def only_at(point: Tensor) -> Any:
             "a result is a view of an input",
         ),
         ("layouts: rows expanded", torch.sin, numbers(1, 3), "no input has rows"),
+        ("layouts: columns expanded", torch.sin, numbers(3), "no input has columns"),
+        ("points: the same tensor twice", torch.sin, numbers(3), "no two inputs that require grad have"),
+        ("points: many rows", torch.sin, numbers(2, 200), "the inputs are empty or would be too large"),
+        ("points: many rows", torch.sin, numbers(0, 2), "the inputs are empty or would be too large"),
+        ("points: many rows", lambda x: x @ x.T, numbers(2, 3), "or its results are too large"),
+        ("points: many columns", torch.sin, numbers(2, 1025), "their last dimensions differ in size or have this"),
+        ("state: results of two calls added", lambda x: (x > 0).double(), numbers(3), "no output requires grad"),
+        ("state: results changed before backward", lambda x: x.view(-1), numbers(3, 2), "is a view of an input"),
         (
             "state: two forwards before backward",
             only_at(numbers(3)),
