@@ -109,19 +109,19 @@ def _many(dim: int) -> Callable[[Subject], Case]:
 
 
 def _same_twice(subject: Subject) -> Case:
-    """One tensor in place of all inputs like it."""
-    first = subject.checked[0]
-    x = subject.inputs[first]
-    like = {i for i in subject.checked if _kind(subject.inputs[i]) == _kind(x)}
+    """One tensor in place of all inputs like it: a positive one, if one of them is positive everywhere."""
+    kind = _kind(subject.inputs[subject.checked[0]])
+    like = [i for i in subject.checked if _kind(subject.inputs[i]) == kind]
     if len(like) < 2:
         raise NotApplicableError("no two inputs that require grad have the same shape and dtype")
+    chosen = next((i for i in like if _is_positive(subject.inputs[i].detach())), like[0])
 
     def func(*arguments: Any) -> Any:
-        return subject.func(*(arguments[first] if i in like else value for i, value in enumerate(arguments)))
+        return subject.func(*(arguments[chosen] if i in like else value for i, value in enumerate(arguments)))
 
     # The derivative along equal inputs may exist although func has no derivative at this point.
-    whole = subject.with_changed(lambda _: x.detach().clone(), like)
-    return Case(func, subject.with_changed(torch.clone, like), tested_for_kinks=(subject.func, whole))
+    whole = subject.with_changed(lambda _: subject.inputs[chosen].detach().clone(), set(like))
+    return Case(func, subject.inputs, tested_for_kinks=(subject.func, whole))
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

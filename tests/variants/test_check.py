@@ -675,3 +675,18 @@ def test_inputs_have_the_names_of_check() -> None:
     assert {row.path: getattr(row.report, "input_names", ())[:3] for row in rows} == expected  # without grad_outputs
     assert fastgrad.check(Net(), **arguments).input_names == names
     assert rows[0].detail.startswith('Net: gradient of kwargs["scale"] (float64[3])')
+
+
+def test_one_tensor_for_positive_inputs_is_positive() -> None:
+    def func(rate: Tensor, count: Tensor) -> Tensor:
+        return rate * count.log()
+
+    inputs = numbers(3).requires_grad_(), numbers(3).abs().requires_grad_()
+    (row,) = fastgrad.check_variants(func, inputs, only=["points: the same tensor twice"]).rows
+    assert row.verdict == "passed"
+
+
+def test_batched_tangents_of_fft_accuse_nobody() -> None:
+    z = numbers(4, dtype=torch.complex128).requires_grad_()
+    (row,) = fastgrad.check_variants(torch.fft.hfft, z, only=["derivatives: forward mode, batched tangents"]).rows
+    assert row.verdict == "not applicable"
