@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
-import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,9 +18,10 @@ from torch.distributed import distributed_c10d
 
 from fastgrad.core import torch_private
 from fastgrad.core.errors import text_of
+from fastgrad.core.heartbeats import INTERVAL, Heartbeats
 
-_HEARTBEAT_INTERVAL = 1.0
-"""Seconds between heartbeats of rank 0."""
+_LOST_SECONDS = 3 * INTERVAL
+"""Rank 0 counts as lost if it sends no heartbeat for this many seconds after a message did not come in time."""
 
 _TIMEOUT_FACTOR = 2.0
 """Limit of the wait for a rank, as a multiple of the time limit of a call of func: a collective may wait for several
@@ -105,7 +104,8 @@ class Ranks:
         self._free = _free_connections.setdefault(group, [])
         self._connections: list[Any] = []
         # Two connections, because a thread that waits on a connection blocks it for other threads.
-        self._store, self._alive = self.connection(), self.connection()
+        self._store = self.connection()
+        self._heartbeats = Heartbeats(self.connection(), self.rank, self._is_well)
         self._is_stale = self._was_stale = False
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
@@ -113,7 +113,7 @@ class Ranks:
     def set_limit(self, seconds: float) -> None:
         """Sets the time limit of a call of func, and of waiting in a collective of the group."""
         self._timeout = _TIMEOUT_FACTOR * seconds
-        for store in (self._store, self._alive):
+        for store in (self._store, self._heartbeats.store):
             store.set_timeout(timedelta(seconds=self._timeout))
         torch_private.set_timeout(self._group, timedelta(seconds=seconds))
 
@@ -121,27 +121,16 @@ class Ranks:
     def during_check(self) -> Iterator[None]:
         """A context in which rank 0 sends heartbeats; on leaving it, the timeout of the group is as before."""
         before = torch_private.timeout_of(self._group)
-        ended = threading.Event()
-        beating = threading.Thread(target=self._beat, args=(ended,), daemon=True)
-        if self.rank == 0:
-            beating.start()
         try:
-            yield
+            with self._heartbeats if self.rank == 0 else nullcontext():
+                yield
         finally:
-            ended.set()
-            if self.rank == 0:
-                beating.join()
             self.end_connections()
             torch_private.set_timeout(self._group, before)
 
-    def _beat(self, ended: threading.Event) -> None:
-        for number in itertools.count():
-            try:
-                self._alive.set("alive", str(number))
-            except RuntimeError:  # the store has ended, so the check has ended, too
-                return
-            if ended.wait(_HEARTBEAT_INTERVAL):
-                return
+    def _is_well(self) -> bool:
+        """Whether this rank sends heartbeats."""
+        return True
 
     @contextmanager
     def validation(self) -> Iterator[None]:
@@ -191,10 +180,10 @@ class Ranks:
             try:
                 return self._pop(0)
             except _MessageTimeoutError as error:
-                seen = self._heartbeat()
-                time.sleep(3 * _HEARTBEAT_INTERVAL)
-                if seen is None or self._heartbeat() == seen:
-                    raise RankError(f"rank 0 has not responded for {3 * _HEARTBEAT_INTERVAL:g} s") from error
+                self._heartbeats.silence(0)
+                time.sleep(_LOST_SECONDS)
+                if self._heartbeats.silence(0) >= _LOST_SECONDS:
+                    raise RankError(f"rank 0 has not responded for {_LOST_SECONDS:g} s") from error
 
     def answer(self, value: Any) -> None:
         """Sends the answer to rank 0."""
@@ -272,19 +261,6 @@ class Ranks:
 
     def _key_from(self, rank: int) -> str:
         return f"{rank} to {self.rank}, {self._received[rank]}"
-
-    def _heartbeat(self) -> Any:
-        """The last heartbeat of rank 0; None if the store does not answer."""
-        found: list[Any] = []
-
-        def look() -> None:
-            with suppress(RuntimeError):
-                found.append(self._alive.get("alive") if self._alive.check(["alive"]) else b"")
-
-        looking = threading.Thread(target=look, daemon=True)
-        looking.start()
-        looking.join(2 * _HEARTBEAT_INTERVAL)
-        return found[0] if found else None
 
 
 def _further(key: str, first: bytes) -> list[str]:

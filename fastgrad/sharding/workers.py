@@ -20,14 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgrad.core.errors import PACKAGE
+from fastgrad.core.heartbeats import INTERVAL
 from fastgrad.core.ranks import RankError, RankFailure, Ranks, rank_failure, store_errors_as_rank_errors
 from fastgrad.report.report import Report
 
 _START_SECONDS = 15.0
 """Half of the allowed time difference between the calls of the ranks."""
-
-_HEARTBEAT_SECONDS = 1.0
-"""Seconds between heartbeats of a rank, and between two checks of the heartbeats of other ranks."""
 
 _LOST_SECONDS = 8.0
 """A rank counts as lost if it sends no heartbeat for this many seconds, and for the time of `_LOST_CALLS` usual calls
@@ -103,19 +101,16 @@ class Workers(Ranks):
         super().__init__(group, _START_SECONDS, "fastgrad.check")
         self.problem: Worker | None = None
         self._numbers = itertools.count()
-        self._beats: dict[int, tuple[Any, float]] = {}
-        self._ended = threading.Event()
         self._main = threading.get_ident()
-        self._beating = threading.Thread(target=self._send_heartbeats, daemon=True)
+        self._call: FrameType | None = None
+        self._call_began = time.monotonic()
 
     def __enter__(self) -> Workers:
-        self._store.set(_heartbeat_key(self.rank), "0")
-        self._beating.start()
+        self._heartbeats.__enter__()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._ended.set()
-        self._beating.join()
+        self._heartbeats.__exit__()
         if error is not None:
             with suppress(RuntimeError):  # the store may have ended
                 self._announce(error)
@@ -261,7 +256,7 @@ class Workers(Ranks):
         begin = looked = time.monotonic()
         while not self._store.check([key]):  # `store.get` would print a warning for every second of waiting
             now = time.monotonic()
-            if now - looked > _HEARTBEAT_SECONDS:
+            if now - looked > INTERVAL:
                 self._check_ranks()
                 looked = now
             time.sleep(max(_SHORTEST_PAUSE, min(_LONGEST_PAUSE, (now - begin) / 10)))
@@ -279,30 +274,19 @@ class Workers(Ranks):
         if self._store.check(["failure"]):
             raise RankError(self._store.get("failure").decode())
         usual = 0.0 if self.problem is None else self.problem.seconds
-        patience, now = max(_LOST_SECONDS, _LOST_CALLS * usual), time.monotonic()
+        patience = max(_LOST_SECONDS, _LOST_CALLS * usual)
         for rank in range(1, self.count) if self.leads else [0]:
-            beat = self._store.get(_heartbeat_key(rank))
-            if self._beats.get(rank, (None, 0.0))[0] != beat:
-                self._beats[rank] = beat, now
-            elif now - self._beats[rank][1] > patience:
+            if self._heartbeats.silence(rank) > patience:
                 raise RankError(f"rank {rank} has exited or hangs: no response for {patience:.0f} s")
 
-    def _send_heartbeats(self) -> None:
-        """Sends heartbeats, unless a call of func has taken far too long."""
-        moved, last, number = time.monotonic(), None, 0
-        while not self._ended.wait(_HEARTBEAT_SECONDS):
-            now, call = time.monotonic(), _call_of_the_callers(self._main)
-            if call is None or call is not last:
-                moved, last = now, call
-            usual = 0.0 if self.problem is None else self.problem.seconds
-            limit = max(_HUNG_SECONDS, _HUNG_CALLS * usual) if usual else _FIRST_CALL_SECONDS
-            if now - moved > limit:
-                continue
-            number += 1
-            try:
-                self._alive.set(_heartbeat_key(self.rank), str(number))
-            except RuntimeError:  # the store has ended, so the check has ended, too
-                return
+    def _is_well(self) -> bool:
+        """Whether no call of func has taken far too long; called by the thread that sends heartbeats."""
+        now, call = time.monotonic(), _call_of_the_callers(self._main)
+        if call is None or call is not self._call:
+            self._call_began, self._call = now, call
+        usual = 0.0 if self.problem is None else self.problem.seconds
+        limit = max(_HUNG_SECONDS, _HUNG_CALLS * usual) if usual else _FIRST_CALL_SECONDS
+        return now - self._call_began <= limit
 
 
 class _Pickler(pickle.Pickler):
@@ -312,10 +296,6 @@ class _Pickler(pickle.Pickler):
         if type(value) is Tensor and value.dtype in (torch.float64, torch.int64) and not value.requires_grad:
             return torch.from_numpy, (value.cpu().numpy(),)
         return NotImplemented
-
-
-def _heartbeat_key(rank: int) -> str:
-    return f"{rank} is alive"
 
 
 def _call_of_the_callers(thread: int) -> FrameType | None:
