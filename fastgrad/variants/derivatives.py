@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -92,11 +92,13 @@ def _differentiable(subject: Subject) -> Callable[[Any], tuple[Tensor, ...]]:
     return lambda result: tuple(tensors_of(result)[k] for k in numbers)
 
 
-def _only_input(number: int) -> Callable[[Subject], Case]:
+def _requiring(chosen: Collection[int]) -> Callable[[Subject], Case]:
+    """Only the chosen ones of the checked inputs require grad."""
+
     def make(subject: Subject) -> Case:
         changed = list(subject.inputs)
-        for k, i in enumerate(subject.checked):
-            if k != number:
+        for i in subject.checked:
+            if i not in chosen:
                 changed[i] = changed[i].detach().clone()  # another input may share its memory
         differentiable = _differentiable(subject)
         return Case(lambda *arguments: differentiable(subject.func(*arguments)), tuple(changed))
@@ -105,11 +107,14 @@ def _only_input(number: int) -> Callable[[Subject], Case]:
 
 
 def of_inputs(subject: Subject) -> list[Variant]:
-    """Variants of one of several inputs: no other one requires grad, or is a batch of vmap."""
-    numbers = range(len(subject.checked)) if len(subject.checked) > 1 else ()
+    """Variants of one of several inputs: only this one, or only the others, require grad, or it alone is a batch."""
+    checked = subject.checked
+    alone = checked if len(checked) > 1 else ()
+    left_out = checked[:MAX_ALONE] if len(checked) > 2 else ()  # of two inputs, the other one is alone
     batched = range(min(MAX_ALONE, len(subject.inputs))) if len(subject.inputs) > 1 else ()
     return [
-        *(Variant("derivatives", f"input {subject.checked[k]} alone", _only_input(k)) for k in numbers),
+        *(Variant("derivatives", f"input {i} alone", _requiring({i})) for i in alone),
+        *(Variant("derivatives", f"all but input {i}", _requiring(set(checked) - {i})) for i in left_out),
         *(Variant("derivatives", f"under vmap, input {i} alone", _under_vmap(0, i)) for i in batched),
     ]
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgrad.problem.validation import is_differentiable
 from fastgrad.variants.case import SPREADS, Case, NotApplicableError, Subject, Variant, as_given, is_finite
 
 LARGE, TINY = 1e3, 1e-3
@@ -85,22 +84,27 @@ def _few(dim: int, count: int) -> Callable[[Subject], Case]:
 
 
 def _many(dim: int) -> Callable[[Subject], Case]:
-    """Repeated rows (dim 0) or columns (dim -1), each with values next to the given ones."""
+    """Repeated rows (dim 0) or columns (dim -1), in checked inputs with values next to the given ones."""
 
     def make(subject: Subject) -> Case:
         chosen, size = _size(subject, dim, MANY)
         if not size or sum(subject.given[i].numel() for i in chosen) // size * MANY > MAX_ELEMENTS:
             raise NotApplicableError("the inputs are empty or would be too large")
         positions = torch.arange(MANY) % size
+        checked = chosen & set(subject.checked)
         for spread in SPREADS:
             generator = torch.Generator().manual_seed(subject.seed)
 
-            def repeated(x: Tensor, spread: float = spread, generator: torch.Generator = generator) -> Tensor:
-                rows = x.index_select(dim, positions.to(x.device))
-                factors = 1 + spread * torch.rand(rows.shape, generator=generator, dtype=torch.float64)
-                return rows * factors.to(x.device, x.dtype.to_real()) if is_differentiable(x) else rows
+            def repeated(x: Tensor) -> Tensor:
+                return x.index_select(dim, positions.to(x.device))
 
-            inputs = subject.with_changed(repeated, chosen)
+            def varied(x: Tensor, spread: float = spread, generator: torch.Generator = generator) -> Tensor:
+                rows = repeated(x)
+                factors = 1 + spread * torch.rand(rows.shape, generator=generator, dtype=torch.float64)
+                return rows * factors.to(x.device, x.dtype.to_real())
+
+            pairs = zip(subject.with_changed(varied, checked), subject.with_changed(repeated, chosen), strict=True)
+            inputs = tuple(pair[0] if i in checked else pair[1] for i, pair in enumerate(pairs))
             if is_finite(subject.func, inputs, MAX_ELEMENTS):
                 return Case(subject.func, inputs, {"fast_mode": True})
         raise NotApplicableError("func raises or is not finite for these inputs, or its results are too large")

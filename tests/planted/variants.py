@@ -625,6 +625,22 @@ class _BiasByNeed(torch.autograd.Function):
         return g, g.sum(0) if ctx.needs_input_grad[0] else ctx.mistake(g.sum(0)), None
 
 
+class _ThirdByNeed(torch.autograd.Function):
+    """x * y * z; the gradient of z is wrong if that of x is needed, and that of y is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, z: Tensor, mistake: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x, y, z)
+        ctx.mistake = mistake
+        return x * y * z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, y, z = ctx.saved_tensors
+        is_wrong = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        return g * y * z, g * x * z, ctx.mistake(g * x * y) if is_wrong else g * x * y, None
+
+
 def power(exponent: int, depth: int, mistake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """x**exponent: derivatives up to order `depth` are right, and the next one is wrong."""
     slope: Callable[..., Any]
@@ -745,6 +761,13 @@ DERIVATIVES = [
             lambda x, bias, mistake=mistake: _BiasByNeed.apply(x, bias, mistake),
             torch.add,
             with_bias,
+        ),
+        Hidden(
+            f"the gradient of the third factor: {name}",
+            "derivatives: all but input 1",
+            lambda x, y, z, mistake=mistake: _ThirdByNeed.apply(x, y, z, mistake),
+            lambda x, y, z: x * y * z,
+            lambda: tuple(numbers(4, 3).roll(k).requires_grad_() for k in range(3)),
         ),
         *(
             Hidden(

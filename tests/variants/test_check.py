@@ -690,3 +690,16 @@ def test_batched_tangents_of_fft_accuse_nobody() -> None:
     z = numbers(4, dtype=torch.complex128).requires_grad_()
     (row,) = fastgrad.check_variants(torch.fft.hfft, z, only=["derivatives: forward mode, batched tangents"]).rows
     assert row.verdict == "not applicable"
+
+
+def test_masks_of_many_rows_keep_their_values() -> None:
+    seen: set[float] = set()
+
+    def func(x: Tensor, mask: Tensor) -> Tensor:
+        seen.update(mask.unique().tolist())
+        return x.sin() * mask
+
+    inputs = numbers(4, 3).requires_grad_(), (numbers(4, 3) > 0).double()
+    rows = fastgrad.check_variants(func, inputs, only=["points: many rows", "points: many columns"]).rows
+    assert [row.verdict for row in rows] == ["passed", "passed"]
+    assert seen == {0.0, 1.0}
