@@ -34,6 +34,7 @@ ONES = torch.ones(2, 3, dtype=torch.float64)
         (ONES * torch.nan, ONES * torch.nan, ""),
         (ONES * torch.nan, ONES, "values of result 0 are wrong by up to inf"),
         (ONES[:0], ONES[:0], ""),
+        (ONES * 1e-14, -ONES * 1e-14, ""),
     ],
 )
 def test_differences(found: Any, expected: Any, text: str) -> None:
@@ -60,3 +61,28 @@ def test_values_under_torch_compile() -> None:
 
     (row,) = fastgrad.check_variants(func, ONES.clone().requires_grad_(), only=["compiled: aot_eager"]).rows
     assert (row.verdict, row.detail) == ("failed", "values of result 0 are wrong by up to 1")
+
+
+def test_random_numbers_after_a_seed_accuse_nobody() -> None:
+    def func(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return torch.nn.functional.dropout(x, 0.5)
+
+    before = torch.get_rng_state()
+    x = torch.linspace(0.1, 1.0, 12, dtype=torch.float64).view(4, 3).requires_grad_()
+    report = fastgrad.check_variants(func, x, only=["layouts: transposed in memory"])
+    assert report.passed, str(report)
+    assert difference(lambda: func(x), lambda: func(x), 0.0) == ""
+    torch.set_rng_state(before)
+
+
+def test_values_that_cancel_accuse_nobody() -> None:
+    def func(x: Tensor) -> Tensor:
+        return 1e3 * (x - x.mean(0))
+
+    report = fastgrad.check_variants(func, ONES.clone().requires_grad_(), only=["layouts"])
+    assert report.passed, str(report)
+    norm = torch.nn.BatchNorm1d(3).double()
+    x = torch.linspace(0.1, 1.0, 12, dtype=torch.float64).view(4, 3).requires_grad_()
+    report = fastgrad.check_variants(norm, x, only=["layouts: rows expanded"])
+    assert report.rows[0].verdict != "failed", str(report)
