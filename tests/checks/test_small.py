@@ -103,8 +103,8 @@ def test_cost_of_a_large_loss_in_fast_mode(func: Func) -> None:
     [
         # Rounding adds up in the sum of all outputs, which are normalized by one number.
         (lambda x: x.numel() * x.softmax(0), 8, 8),
-        # Three evaluations at eps, and three at a smaller step, show that rounding inside func needs a larger step, with
-        # seven evaluations.
+        # Three evaluations at eps, and three at a smaller step, show that rounding inside func needs a larger step,
+        # which takes seven more.
         (lambda x: x.cumsum(0), 15, 9),
         (lambda x: torch.view_as_real(torch.fft.rfft(x)), 12, 8),
     ],
