@@ -132,10 +132,8 @@ def _sums_agree(check: SmallCheck) -> bool:
 def _tangents_agree(check: SmallCheck) -> bool:
     if not check.settings.check_forward_ad:
         return True
-    from fastgrad.checks.small_forward import (
-        columns_agree,
-        products_or_columns_agree,
-    )  # here to keep `import fastgrad` fast
+    # imported here to keep `import fastgrad` fast
+    from fastgrad.checks.small_forward import columns_agree, products_or_columns_agree
 
     return (products_or_columns_agree if sketches(check.problem, check.settings) else columns_agree)(check)
 

@@ -101,10 +101,10 @@ def _single_calls_agree(check: SmallCheck, columns: Tensor, measure: Callable[[]
 
     The vectorized call and the first test that fails are repeated. If the results differ, this is noted.
     """
-    single = [
-        partial(_error_of_column, check, column) for column in _single_columns(check.problem.n, check.settings.seed)
-    ]
-    for test in (*single, *(partial(_error_of_sum, check, which) for which in range(DIRECTIONS))):
+    # The first direction may suffice, but each reading of results waits for a device: there, all are measured at once.
+    at_once = 1 if check.problem.tensor_device.type == "cpu" else DIRECTIONS
+    sums = (partial(_error_of_sums, check, range(first, first + at_once)) for first in range(0, DIRECTIONS, at_once))
+    for test in (partial(_error_of_single_columns, check), *sums):
         error, measured = test(columns)
         if error <= 1:
             continue
@@ -145,13 +145,13 @@ def _results(func: Callable[..., Any], positions: Sequence[int], arguments: tupl
 
 
 @phase("trial of columns")
-def _error_of_sum(check: SmallCheck, which: int, columns: Tensor) -> tuple[float, Tensor]:
-    """The error of a sum of columns along a random direction, relative to the allowed one, as in `executor`.
+def _error_of_sums(check: SmallCheck, which: range, columns: Tensor) -> tuple[float, Tensor]:
+    """The error of sums of columns along random directions, relative to the allowed one, as in `executor`.
 
-    Returns the error, and the derivative by single calls; empty if there is none.
+    Returns the error, and the derivatives by single calls; empty if there are none.
     """
     settings = check.settings
-    streams, points = [TRIAL_STREAM + 16 * which], [EVALUATIONS_PER_DIRECTION]
+    streams, points = [TRIAL_STREAM + 16 * k for k in which], [EVALUATIONS_PER_DIRECTION] * len(which)
     along = RandomDirections(settings.seed, streams, points, settings.eps, 1.0)
     found = check.unless_changed(partial(check.problem.differences_along, along, KINK), "along random directions")
     if found is None:
@@ -161,19 +161,20 @@ def _error_of_sum(check: SmallCheck, which: int, columns: Tensor) -> tuple[float
 
 
 @phase("trial of columns")
-def _error_of_column(check: SmallCheck, column: int, columns: Tensor) -> tuple[float, Tensor]:
-    """Infinite if a column differs from the column of single calls, otherwise 1; and the latter, shape (1, m).
+def _error_of_single_columns(check: SmallCheck, columns: Tensor) -> tuple[float, Tensor]:
+    """Infinite if columns differ from those of single calls, otherwise 1; and the latter, shape (SINGLE_COLUMNS, m).
 
-    The column of single calls is kept, so that it need not be computed again.
+    The columns of single calls are kept, so that they need not be computed again.
     """
-    settings = check.settings
-    found = check.unless_changed(
-        partial(check.problem.difference_columns, settings.eps, column, 1), "at steps of one input"
-    )
-    if found is None:
-        return torch.inf, columns.new_empty(0)
-    check.single_columns[column] = found
-    return 1.0 if largest(columns[column] - found[0]) <= settings.atol else torch.inf, found
+    settings, places = check.settings, _single_columns(check.problem.n, check.settings.seed)
+    for column in places:
+        measure = partial(check.problem.difference_columns, settings.eps, column, 1)
+        found = check.unless_changed(measure, "at steps of one input")
+        if found is None:
+            return torch.inf, columns.new_empty(0)
+        check.single_columns[column] = found
+    single = torch.cat([check.single_columns[column] for column in places])
+    return 1.0 if largest(columns[[*places]] - single) <= settings.atol else torch.inf, single
 
 
 @lru_cache(64)

@@ -70,6 +70,10 @@ SMALLER_STEPS, LARGER_STEPS = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**5, 2.0**12)
 """Further steps, in units of eps. If many coordinates move together, they may cross kinks that a single one does not
 cross; smaller steps may avoid this. For larger steps, rounding is relatively small."""
 
+FINER_STEPS = 2.0**-5, 2.0**-10
+"""Steps, in units of eps, at which terms that vary within eps are straight lines: such as sin(k x) for k up to 1e9 with
+the default eps."""
+
 SMOOTH_PAIRS, SMOOTH_SHARE = ((2.0**5, 2.0**3), (2.0**6, 2.0**4), (2.0**8, 2.0**6)), 2.0**-4
 """Pairs of steps, in units of eps, at which an output has the same derivatives, up to this share, if kinks do not
 explain its error at a smaller step. Near ties make derivatives irregular: of 100,000 sorted values that are 10 eps
@@ -363,7 +367,7 @@ class NumericalCertificate:
             if not bool(hiding.any()) or (step == 1.0 and unexplained > MAX_WRONG_SHARE * rows.numel()):
                 break
             if step == 1.0:
-                steps += [*SMALLER_STEPS, *LARGER_STEPS] if unexplained else [*LARGER_STEPS, *SMALLER_STEPS]
+                steps = self._further_steps(unexplained > 0, differences, hiding)
             elif _separable_columns(self._problem, self._compression, hiding.nonzero().reshape(-1), soon) is not None:
                 break
         self._repeat(taken)
@@ -380,6 +384,18 @@ class NumericalCertificate:
         self._refuting |= zip(worst_first[:MAX_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False)
         self._excluded, self._analytical = excluded, analytical
         return worst_first.tolist()
+
+    def _further_steps(self, unexplained: bool, differences: Differences, hiding: Tensor) -> list[float]:
+        """The steps after eps, in their order; differences: those at eps; hiding: the outputs that they do not resolve.
+
+        Larger steps come first if nothing is unexplained. But noise that rounding of the outputs does not explain may
+        come from a term that varies within eps, which larger steps average out and FINER_STEPS resolve.
+        """
+        if unexplained:
+            return [*SMALLER_STEPS, *LARGER_STEPS]
+        noisy = 4 * differences.noise > OUTPUT_ROUNDING * differences.rounding * self._base.abs()
+        finer = FINER_STEPS if bool((noisy & hiding).any()) else ()
+        return [*finer, *LARGER_STEPS, *(step for step in SMALLER_STEPS if step not in finer)]
 
     def _explained_to(self, sizes: Tensor, excluded: _Excluded | None = None) -> None:
         """Stores up to which size outputs may hide entries; sizes: of each output, float64, shape (m,)."""

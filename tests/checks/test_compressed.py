@@ -263,6 +263,20 @@ def test_the_certificate_sees_what_the_look_did_not(size: float, monkeypatch: py
     assert worst_entry(report) == (20, 777)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e3])
+def test_an_entry_outside_the_pattern_that_varies_within_eps_is_found(size: float) -> None:
+    x = torch.linspace(0.1, 1, 400, dtype=torch.float64)
+    place = x[3].item()
+
+    def func(x: Tensor) -> Tensor:  # its gradient lacks the derivative of output 300 with respect to input 3, 0.01
+        term = 1e-9 * (1e7 * (x[3] - place)).sin() * (torch.arange(400) == 300)
+        return size + x.sin() + term.detach()
+
+    report = compressed(func, x.requires_grad_())
+    assert report.failure is not None
+    assert worst_entry(report) == (300, 3)
+
+
 def test_entries_that_a_guess_misses_are_learnt() -> None:
     """Output 150 also depends on input 7, which the first look does not show."""
     x = normal(300)
