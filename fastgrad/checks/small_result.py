@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -73,6 +73,25 @@ UNDECIDED_SUMS = "decided by the exact engine, because random directions gave no
 """The note of a report if sums decided nothing, and all entries were compared."""
 
 
+class MeasuredStep(NamedTuple):
+    """How directional derivatives were measured, so that the measurement can be repeated.
+
+    Attributes
+    ----------
+    step
+        Relative to eps.
+    budget
+        The largest 2-norm of noise with which one-sided differences are taken.
+    measures_noise
+        Whether rounding inside func was measured in any case.
+    """
+
+    step: float
+    budget: float
+    measures_noise: bool
+    differences: Derivatives
+
+
 @dataclass(eq=False, repr=False, kw_only=True)
 class SmallCheck(Findings):
     """The results of a small check: for its report if it passes, otherwise for the complete check, which uses them.
@@ -105,8 +124,7 @@ class SmallCheck(Findings):
     irreproducible
         As in `Problem`.
     steps
-        Each step, relative to eps; the largest 2-norm of noise with which one-sided differences are taken; and the
-        directional derivatives, whether they agree or not.
+        The steps at which directional derivatives were measured, whether they agree or not.
     undecided_sums
         The early VJPs, or the JVPs, of sums that did not agree, although all calls were consistent. The reason may be
         curvature, kinks or rounding.
@@ -136,7 +154,7 @@ class SmallCheck(Findings):
     differences: tuple[Derivatives, Tensor, float] | None = None
     look: KnownLook | None = None
     irreproducible: list[str] = field(default_factory=list)
-    steps: list[tuple[float, float, Derivatives]] = field(default_factory=list)
+    steps: list[MeasuredStep] = field(default_factory=list)
     undecided_sums: Tensor | None = None
     bound: float = 0.0
     jvps: int = 0

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgrad.checks.small_result import SmallCheck
+from fastgrad.checks.small_result import MeasuredStep, SmallCheck
 from fastgrad.core.errors import raise_if_transient
 from fastgrad.core.native import Derivatives, RandomDirections
 from fastgrad.core.phases import phase
@@ -73,7 +73,7 @@ def differences_by_step(check: SmallCheck) -> Iterator[tuple[Derivatives, Tensor
             return
         if known is not None and torch.equal(known.derivatives, differences.derivatives):
             check.steps.pop()
-        check.steps.append((step, budget, differences))
+        check.steps.append(MeasuredStep(step, budget, count > 0 or known is not None, differences))
         known = None if differences.measures_noise else differences
         count += differences.measures_noise
         weighed = _weight(check, differences, 1.0) if differences.is_complete else None
@@ -187,7 +187,7 @@ def _differences(
 
 def _noise_is_proportional(check: SmallCheck) -> bool:
     """Whether the noise of the last step hides errors, but is smaller than before in proportion to the step."""
-    (*_, before), (*_, last) = check.steps[-2:]
+    before, last = (one.differences for one in check.steps[-2:])
     low, high = (float(last.noise.norm()) * ratio for ratio in PROPORTIONAL)
     falls = last.step < before.step and low <= float(before.noise.norm()) <= high
     return falls and _weight(check, last, 1.0) is None
@@ -201,21 +201,24 @@ def changing_steps_repeat(check: SmallCheck, last_agrees: bool) -> bool:
     last_agrees: whether the differences of the last step agree with VJPs, and need not be repeated.
     """
     *earlier, last = check.steps
-    final = last[2].derivatives
+    final = last.differences.derivatives
     changing = [
-        (step, budget, before)
-        for step, budget, before in earlier
+        one
+        for one in earlier
         if derivatives_vary(
-            check.settings, before.derivatives, final[: len(before.derivatives)], rounding_of_differences(check, step)
+            check.settings,
+            one.differences.derivatives,
+            final[: len(one.differences.derivatives)],
+            rounding_of_differences(check, one.step),
         )
     ]
     return steps_repeat(check, changing if last_agrees or not changing else [*changing, last])
 
 
-def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivatives]]) -> bool:
+def steps_repeat(check: SmallCheck, steps: Sequence[MeasuredStep]) -> bool:
     """Whether the differences of some steps are the same when they are repeated; notes if they are not."""
-    for step, budget, before in steps:
-        again = _differences(check, step, budget, _measures_again(before))
+    for step, budget, measured_noise, before in steps:
+        again = _differences(check, step, budget, measured_noise)
         rounding = rounding_of_differences(check, step)
         # The result is None if func now raises or returns outputs of another kind.
         if again is None or any(
@@ -227,19 +230,14 @@ def steps_repeat(check: SmallCheck, steps: Sequence[tuple[float, float, Derivati
     return True
 
 
-def _measures_again(before: Derivatives) -> bool:
-    """Whether a repetition must measure noise. Incomplete derivatives are repeated up to where they were left out."""
-    return before.measures_noise and before.is_complete
-
-
 def noise_repeats(check: SmallCheck) -> bool:
     """Whether noise that no other step reduces enough is that of func; notes if func returned other values once."""
-    for step, budget, differences in check.steps[-1:]:
+    for step, budget, measured_noise, differences in check.steps[-1:]:
         if _step_factor(check, differences) is None and func_varies(
             check.settings,
             rounding_of_differences(check, step),
             differences,
-            partial(_differences, check, step, budget, _measures_again(differences)),
+            partial(_differences, check, step, budget, measured_noise),
             is_quiet=lambda again: _weight(check, again, 1.0) is not None,
             values_move=partial(_values_vary, check),
         ):

@@ -396,8 +396,8 @@ def _check_memory(problem: Problem, settings: Settings, limit: int) -> None:
     given = "half of the free memory" if settings.memory_limit is None else "memory_limit"
     raise MemoryError(
         f"{given} ({limit} bytes) holds {limit // (8 * problem.m)} of {problem.n} columns of the Jacobian at a time, "
-        f"and all {problem.m} VJPs would run again for each set of columns. An exact check needs at least {needed} "
-        f"bytes, for {MAX_PASSES} sets."
+        f"and all {problem.m} VJPs would run again for each set of columns. At most {MAX_PASSES} sets may run. "
+        f"This needs at least {needed} bytes."
     )
 
 

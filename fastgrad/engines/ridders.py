@@ -383,6 +383,7 @@ def _settled(one: Measured, values: Tensor, errors: Tensor, own: Tolerances, oth
     uneven = _uneven_bends(one)
     doubtful = _is_rounded(one, values, errors, allowed) | _is_staircase(one, values, allowed, uneven)
     doubtful |= _is_absorbed(one, quantum) | _is_straight_within_eps(one, values, errors, allowed)
+    doubtful |= _is_next_to_jump(one, values, allowed)
     # The slope at eps counts only if all changes are multiples of one number: kinks or waves do not change func so.
     some = (doubtful & (quantum.isfinite() | _are_multiples(one))).nonzero().reshape(-1)
     if some.numel():
@@ -477,6 +478,22 @@ def _is_straight_within_eps(one: Measured, values: Tensor, errors: Tensor, allow
     return is_next.unfold(0, STRAIGHT_STEPS - 1, 1).all(2).any(0)
 
 
+def _is_next_to_jump(one: Measured, values: Tensor, allowed: Tensor) -> Tensor:
+    """Whether func jumps around x, besides the slope `values`, or has a steep ramp there: bool, shape (entries,).
+
+    Then its changes without this slope are the same at MIN_JUMP_STEPS consecutive steps, and not zero at smaller ones.
+    Rounding inside func would change them at random.
+    """
+    rest, used = one.changes - values * one.widths, (one.widths != 0) & (one.steps <= WIDER * one.eps)
+    same = used[1:] & used[:-1] & ((rest[1:] - rest[:-1]).abs() <= JUMP_RESIDUAL * rest[:-1].abs())
+    same &= rest[:-1].abs() > 2 * one.eps * allowed
+    within = used & (one.steps <= one.eps)
+    if len(same) < MIN_JUMP_STEPS - 1:
+        return torch.zeros_like(allowed, dtype=torch.bool)
+    jumps = same.unfold(0, MIN_JUMP_STEPS - 1, 1).all(2).any(0)
+    return jumps & (~within | (rest.abs() > AGREEMENT * one.rounding)).all(0)
+
+
 def kink(outer: Tensor, inner: Tensor, ratio: float, step: Tensor | float) -> Tensor:
     """How much the slope changes at kinks near x, from the bends at `ratio * step` and at `step`; of any shape.
 
@@ -524,11 +541,12 @@ def _is_staircase(one: Measured, values: Tensor, allowed: Tensor, uneven: Tensor
         return torch.zeros_like(values, dtype=torch.bool)
     height = torch.where(is_stair & used, rest.abs(), torch.inf).amin(0)
     widest = used.to(torch.int8).argmax(0, keepdim=True)
-    rise, width, bend, change = (some.gather(0, widest)[0] for some in (rest, widths, one.bends, one.changes))
-    off = torch.where(used, torch.maximum((rest - rise / width * widths).abs(), uneven.abs()), 0.0).amax(0)
+    rise, width, change = (some.gather(0, widest)[0] for some in (rest, widths, one.changes))
+    bend = torch.where(used, uneven.abs(), 0.0).amax(0)
+    off = torch.maximum(torch.where(used, (rest - rise / width * widths).abs(), 0.0).amax(0), bend)
     matters = (rise / width).abs() > SHARE_THAT_MATTERS * allowed
     flat = ~(is_stair & (steps <= ROUNDED / 4 * eps)).any(0)
-    straight = (off <= 2 * height) & (rise.abs() >= MIN_STAIRS * height) & (bend.abs() <= rise.abs() / 4)
+    straight = (off <= 2 * height) & (rise.abs() >= MIN_STAIRS * height) & (bend <= rise.abs() / 4)
     return matters & flat & straight & (change.abs() >= rise.abs() / 2)
 
 
@@ -545,14 +563,14 @@ def _quantum(one: Measured) -> Tensor:
 
 
 def _are_multiples(one: Measured) -> Tensor:
-    """Whether func is constant at the smallest step, and its small changes are multiples of the smallest one.
+    """Whether func is constant at the smallest step, and its small changes are multiples of half the smallest one.
 
-    The smallest one must be too large for rounding of the outputs. An example is 0.7 ((f(x) + 1e6) - 1e6), whose
-    changes have no common last digit. Shape (entries,).
+    The smallest one, which may be one or two units of rounding, must be too large for rounding of the outputs. An
+    example is 0.7 ((f(x) + 1e6) - 1e6), whose changes have no common last digit. Shape (entries,).
     """
     changes = torch.cat([one.changes, one.bends]).abs()
     seen = (torch.cat([one.widths, one.widths]) != 0) & changes.isfinite() & (changes > ROUNDING * one.rounding)
-    multiples = changes / torch.where(seen, changes, torch.inf).amin(0)
+    multiples = 2 * changes / torch.where(seen, changes, torch.inf).amin(0)
     small = seen & (multiples <= MOST_MULTIPLES)
     off = torch.where(small, (multiples - multiples.round()).abs(), 0.0).amax(0)
     return _is_constant(one) & (small.sum(0) >= MIN_MULTIPLES) & (off <= MULTIPLE_RESIDUAL)

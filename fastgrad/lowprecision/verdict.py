@@ -161,7 +161,7 @@ def _forwards_differ(comparison: Comparison, coordinate: int, ratio: float, outc
     both = f"{place} is {found:.{digits}g} in func and {expected:.{digits}g} in the reference"
     if not math.isfinite(found) and math.isfinite(expected):
         outcome.note(
-            undecided=f"an output of func is not finite, but that of the reference is: {both}",
+            undecided=f"an output is finite in the reference, but not in func: {both}",
             remedy="make the inputs smaller, or compute intermediate results in a wider dtype; if "
             "func is meant to compute another function than the reference, pass that function as reference=",
         )
@@ -337,9 +337,8 @@ def _judge_beyond_range(comparison: Comparison, outcome: Outcome) -> None:
     if bool(wrong.any()):
         outcome.note(
             worst=comparison.entry(*_first(wrong)),
-            undecided=f"the gradients differ in {count(int(wrong.sum()), 'entry')} from the reference, which is "
-            "outside the dtype's range, by more than rounding explains: they are wrong, or an intermediate result "
-            "leaves the range",
+            undecided=f"the gradients are too small, or of the wrong sign, in {count(int(wrong.sum()), 'entry')} where "
+            "the reference is outside the dtype's range: they are wrong, or an intermediate result leaves the range",
             remedy=_SMALLER_OR_WIDER,
         )
 
@@ -348,7 +347,7 @@ def _state_the_smallest(comparison: Comparison, outcome: Outcome) -> None:
     smallest = comparison.smallest_errors()
     if smallest is None:
         if comparison.out_of_range:
-            undecided = "no entry was compared: the reference is outside the dtype's range wherever it is not zero"
+            undecided = "no entry was compared: the reference is outside the dtype's range in every nonzero entry"
             outcome.note(undecided=undecided, remedy=_SMALLER_OR_WIDER)
         return
     outcome.note(smallest=smallest[0], smallest_most=smallest[1], hidden=smallest[2])

@@ -188,7 +188,7 @@ def _maps(report: ReportData) -> str:
         (names[0], entries.output_shape, entries.outputs),
     ):
         drawn, note = element_map.svg(shape, numbers, entries.excess, lambda entry: _entry_words(entries, names, entry))
-        caption = f"The largest error of each element, in the shape of {name}; the values are shown on hover. {note}"
+        caption = f"The elements of {name}, colored by their largest errors; the values are shown on hover. {note}"
         figures.append(_figure(f"Errors by element of {name}", drawn, caption.rstrip()))
     return "".join(figures)
 

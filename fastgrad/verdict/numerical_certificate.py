@@ -70,9 +70,13 @@ SMALLER_STEPS, LARGER_STEPS = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**5, 2.0**12)
 """Further steps, in units of eps. If many coordinates move together, they may cross kinks that a single one does not
 cross; smaller steps may avoid this. For larger steps, rounding is relatively small."""
 
-FINER_STEPS = 2.0**-5, 2.0**-10
-"""Steps, in units of eps, at which terms that vary within eps are straight lines: such as sin(k x) for k up to 1e9 with
-the default eps."""
+FINER_STEP = 2.0**-5
+"""Step, in units of eps, at which terms that vary within eps are straight lines, such as sin(k x) for k up to 3e7 with
+the default eps. It is used if outputs are noisier at eps than their rounding explains."""
+
+LEAST_DROP = 1 / 16
+"""Largest ratio of the noise at FINER_STEP to that at eps, in units of func's values, that rounding does not explain.
+Rounding inside func makes values about as noisy at both steps."""
 
 SMOOTH_PAIRS, SMOOTH_SHARE = ((2.0**5, 2.0**3), (2.0**6, 2.0**4), (2.0**8, 2.0**6)), 2.0**-4
 """Pairs of steps, in units of eps, at which an output has the same derivatives, up to this share, if kinks do not
@@ -227,7 +231,9 @@ class NumericalCertificate:
         self._first = self._of_direction(0)()
         if not bool(self._compared(self._first, None).wrong.any()):
             return []
-        self._repeat([(self._of_direction(0), checksum(self._first.derivatives))])
+        _note_changes(
+            self._problem, self._settings, self._base, [(self._of_direction(0), checksum(self._first.derivatives))]
+        )
         return self._unexplained_rows(None)
 
     def certify(
@@ -276,7 +282,7 @@ class NumericalCertificate:
         if explained:
             self._explained_to(found.allowed / self._margin)
         if not explained or self._hiding.numel():
-            self._repeat(taken)
+            _note_changes(self._problem, self._settings, self._base, taken)
             if dense_is_small(self._problem, self._settings, MAX_FOLLOW_UP_CALLS):
                 return None
             rows = self._unexplained_rows(analytical)
@@ -341,6 +347,7 @@ class NumericalCertificate:
         errors: dict[float, Tensor] = {}
         noises: dict[float, Tensor] = {}
         soon = SOON_SEPARATED if analytical is not None and excluded is None else 0
+        kinds = [None] if analytical is None else [None, analytical]
         steps = [1.0]
         taken: list[_Taken] = []
         times, refuting = torch.ones_like(self._base), torch.zeros_like(self._base)
@@ -350,14 +357,14 @@ class NumericalCertificate:
             differences = measure()
             taken.append((measure, checksum(differences.derivatives)))
             noises[step] = differences.noise
-            found = [self._compared(differences, None)]
-            if analytical is not None:
-                found.append(self._compared(differences, analytical))
-            bounds[step] = torch.stack([one.allowed.masked_fill(one.wrong, torch.inf) for one in found])
-            errors[step] = torch.stack([one.error.nan_to_num(torch.inf).masked_fill_(~one.wrong, 0.0) for one in found])
+            found = [self._compared(differences, entries) for entries in kinds]
+            bounds[step], errors[step] = _resolved(found)
             beyond = (found[-1].error / found[-1].allowed).nan_to_num(torch.inf)
             refuting.masked_fill_(beyond > times, step)
             torch.maximum(times, beyond, out=times)
+            if step == FINER_STEP:
+                _keep_structure(bounds[step], errors[step], differences.noise * step, noises[1.0])
+                continue
             shares = self._base.new_tensor(self._shares[: len(found)]).unsqueeze(1)
             known = (_shown(bounds, errors, self.asked * self._margin / shares) * shares).amin(0)
             if excluded is not None:
@@ -367,35 +374,24 @@ class NumericalCertificate:
             if not bool(hiding.any()) or (step == 1.0 and unexplained > MAX_WRONG_SHARE * rows.numel()):
                 break
             if step == 1.0:
-                steps = self._further_steps(unexplained > 0, differences, hiding)
+                varies = analytical is not None and bool((_is_noisy(differences, self._base) & hiding).any())
+                steps = _further_steps(unexplained > 0, varies)
             elif _separable_columns(self._problem, self._compression, hiding.nonzero().reshape(-1), soon) is not None:
                 break
-        self._repeat(taken)
+        _note_changes(self._problem, self._settings, self._base, taken)
         overruled = torch.stack([error.amin(0) for error in errors.values()]).any(0) & ~rows
         overruled = overruled if excluded is None else overruled & excluded[0]
-        kinds = [self.values] if analytical is None else [self.values, analytical]
-        arguments = self._compression, overruled, differences.directions[:DIRECTIONS], kinds
+        entries = [self.values if kind is None else kind for kind in kinds]
+        arguments = self._compression, overruled, differences.directions[:DIRECTIONS], entries
         rows |= _is_smooth(self._problem, self._settings, *arguments, self.asked * self._margin)
-        rounding = OUTPUT_ROUNDING * self._problem.unit_roundoff / self._settings.eps * self._base.abs()
-        self._jumps = bool((_is_jump(noises, rounding) & (known > self.asked)).any())
+        jumps = _is_jump(noises, self._problem.unit_roundoff * self._base.abs() / self._settings.eps)
+        self._jumps = bool((jumps & (known > self.asked)).any())
         self._explained_to(known.masked_fill(rows, 0.0) / self._margin, excluded)
         refuted = torch.stack([error[0] for error in errors.values()]).amax(0)
         worst_first = rows.nonzero().reshape(-1)[refuted[rows].argsort(descending=True)]
         self._refuting |= zip(worst_first[:MAX_SUSPECTS].tolist(), refuting[worst_first].tolist(), strict=False)
         self._excluded, self._analytical = excluded, analytical
         return worst_first.tolist()
-
-    def _further_steps(self, unexplained: bool, differences: Differences, hiding: Tensor) -> list[float]:
-        """The steps after eps, in their order; differences: those at eps; hiding: the outputs that they do not resolve.
-
-        Larger steps come first if nothing is unexplained. But noise that rounding of the outputs does not explain may
-        come from a term that varies within eps, which larger steps average out and FINER_STEPS resolve.
-        """
-        if unexplained:
-            return [*SMALLER_STEPS, *LARGER_STEPS]
-        noisy = 4 * differences.noise > OUTPUT_ROUNDING * differences.rounding * self._base.abs()
-        finer = FINER_STEPS if bool((noisy & hiding).any()) else ()
-        return [*finer, *LARGER_STEPS, *(step for step in SMALLER_STEPS if step not in finer)]
 
     def _explained_to(self, sizes: Tensor, excluded: _Excluded | None = None) -> None:
         """Stores up to which size outputs may hide entries; sizes: of each output, float64, shape (m,)."""
@@ -505,12 +501,6 @@ class NumericalCertificate:
             differences.sizes = None
         return differences
 
-    def _repeat(self, taken: Iterable[_Taken]) -> None:
-        """Repeats differences that decided nothing, and notes if func's values have changed."""
-        for measure, before in taken:
-            if _change(measure, before, self._settings, self._base):
-                self._problem.irreproducible.append(ALONG_DIRECTION)
-
     def _of_direction(self, number: int) -> Callable[[], Differences]:
         """A function that measures the differences along one direction at the first step."""
         extrapolated = 1 if number == 0 else int(self._start > LARGEST_TWO_POINT)
@@ -538,6 +528,34 @@ def _predicted(compression: Compression, direction: Tensor, entries: Tensor) -> 
     total = torch.zeros(compression.pattern.m, dtype=torch.float64, device=entries.device)
     ops.project_entries_(total, None, direction, compression.columns, compression.rows, entries)
     return total
+
+
+def _is_noisy(differences: Differences, base: Tensor) -> Tensor:
+    """Whether outputs are noisier than their rounding explains: bool, shape (m,)."""
+    return 4 * differences.noise > OUTPUT_ROUNDING * differences.rounding * base.abs()
+
+
+def _further_steps(unexplained: bool, varies: bool) -> list[float]:
+    """The steps after eps, in their order; varies: whether outputs may vary within eps."""
+    if unexplained:
+        return [*SMALLER_STEPS, *LARGER_STEPS]
+    return [*([FINER_STEP] if varies else []), *LARGER_STEPS, *SMALLER_STEPS]
+
+
+def _resolved(found: list[_Discrepancies]) -> tuple[Tensor, Tensor]:
+    """What each comparison resolves, infinite where it found an error; and the errors found, otherwise zero."""
+    bounds = [one.allowed.masked_fill(one.wrong, torch.inf) for one in found]
+    errors = [one.error.nan_to_num(torch.inf).masked_fill_(~one.wrong, 0.0) for one in found]
+    return torch.stack(bounds), torch.stack(errors)
+
+
+def _keep_structure(bounds: Tensor, errors: Tensor, noise: Tensor, noise_at_eps: Tensor) -> None:
+    """Of results at FINER_STEP, keeps the errors of outputs that vary within eps, and nothing else.
+
+    Nothing is resolved there, because rounding inside func may hide entries. noise: in units of func's values over eps.
+    """
+    bounds.fill_(torch.inf)
+    errors.masked_fill_(noise > noise_at_eps * LEAST_DROP, 0.0)
 
 
 def _is_smooth(
@@ -624,11 +642,18 @@ def _is_jump(noises: dict[float, Tensor], rounding: Tensor) -> Tensor:
     """Which outputs change by the same amount at the smallest steps, and by more than rounding: bool, shape (m,).
 
     Outputs were compared bit by bit at only a few points, which may all lie on one side of a jump. noises: the noise of
-    derivatives, shape (m,), by step. rounding: the rounding error of an output, shape (m,).
+    derivatives, shape (m,), by step, in units of eps. rounding: one rounding error of an output, in the same units.
     """
     changes = torch.stack([noises[step] * step for step in sorted(noises)[:MIN_STEPS]])
     least, most = changes.amin(0), changes.amax(0)
-    return (least >= (1 - SAME_CHANGE) * most) & (most > rounding) & (len(noises) >= MIN_STEPS)
+    return (least >= (1 - SAME_CHANGE) * most) & (most > OUTPUT_ROUNDING * rounding) & (len(noises) >= MIN_STEPS)
+
+
+def _note_changes(problem: Problem, settings: Settings, base: Tensor, taken: Iterable[_Taken]) -> None:
+    """Repeats differences that decided nothing, and notes if func's values have changed."""
+    changes = [_change(*one, settings, base) for one in taken]
+    if any(changes):
+        problem.irreproducible.append(ALONG_DIRECTION)
 
 
 def _change(repeat: Callable[[], Differences], before: int, settings: Settings, base: Tensor) -> bool:

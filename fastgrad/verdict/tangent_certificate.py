@@ -117,9 +117,7 @@ class TangentCertificate:
 
     def certificate(self) -> Certificate:
         """The certificate, after `certify` has returned True."""
-        method = (
-            f"J u compared with the JVP of u, for {self._tangents} random tangents u; in one, some elements are zero"
-        )
+        method = f"weighted sums of entries compared with the JVPs of {self._tangents} random tangents, one with zeros"
         return Certificate(CLAIM, method, self._bound)
 
     def _jvps_of(self, tangents: Tensor) -> Tensor:

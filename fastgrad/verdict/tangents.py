@@ -33,7 +33,7 @@ def nondeterministic_jvp(output: Block, detail: str) -> Failure:
 
 LINEAR_JVP = (
     "jvp is linear in its tangent",
-    "J u compared with the JVP of u, for 2 random tangents u; in one, some elements are zero",
+    "weighted sums of columns compared with the JVPs of 2 random tangents, one with zeros",
 )
 """The claim and the method of a `TangentLinearityTest`'s certificate."""
 

@@ -593,3 +593,21 @@ def test_a_term_that_changes_the_difference_at_eps_is_no_rounding(name: str, eng
     wrong = lambda v: func(v).detach() + gradient * (v - v.detach())  # noqa: E731
     assert not torch.autograd.gradcheck(wrong, (leaf(0.0),), raise_exception=False)
     assert not fastgrad.gradcheck(wrong, (leaf(0.0),), raise_exception=False, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("x", "eps", "width"), [(1e3, 1e-6, 5.8e-10), (1e5, 1e-6, 1.2e-9), (1e6, 1e-4, 5.8e-8), (1e7, 1e-3, 5.8e-7)]
+)
+def test_a_ramp_far_narrower_than_eps_at_a_large_x_is_no_rounding(x: float, eps: float, width: float) -> None:
+    func = lambda v: 17 * (v.detach() - x).clamp(-width, width) + 0 * v  # noqa: E731
+    assert not torch.autograd.gradcheck(func, (leaf(x),), eps=eps, raise_exception=False)
+    assert not fastgrad.gradcheck(func, (leaf(x),), eps=eps, raise_exception=False)
+
+
+@pytest.mark.parametrize("engine", ["dense", "compressed", "sketch"])
+@pytest.mark.parametrize("curvature", [1e2, 1e6, 1e8])
+def test_curvature_does_not_hide_a_term_in_single_precision(curvature: float, engine: str) -> None:
+    func = lambda v: curvature * (v - 5.0) ** 2 + 2 * v + v.detach().float().double()  # noqa: E731
+    keywords = {"engine": engine, "fast_mode": engine == "sketch", "raise_exception": False}
+    assert not torch.autograd.gradcheck(func, (leaf(5.0),), raise_exception=False)
+    assert not fastgrad.gradcheck(func, (leaf(5.0),), **keywords)

@@ -681,7 +681,7 @@ def test_numerical_errors_cover_entries_outside_the_pattern(scale: float, share:
     x = normal(300)
     found, error = functional.jacobian(func, x, numerical=True, return_error=True)
     assert bool(((found - torchs.jacobian(func, x)).abs() <= error).all())
-    assert float(error.max()) < 1e-5 * scale
+    assert float(error.max()) < 2e-5 * scale
 
 
 def test_numerical_errors_if_a_certificate_is_wrong() -> None:
