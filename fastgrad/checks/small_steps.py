@@ -17,7 +17,16 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.core.random import SKETCH_DIRECTIONS
 from fastgrad.core.tensors import largest
 from fastgrad.engines.plan import sketch_size
-from fastgrad.engines.sketch import KINK, NOISE_SHARE, derivatives_vary, func_varies, parts_of_directions, weights
+from fastgrad.engines.sketch import (
+    EXPLAINED_RATIO,
+    FINER_STEP,
+    KINK,
+    NOISE_SHARE,
+    derivatives_vary,
+    func_varies,
+    parts_of_directions,
+    weights,
+)
 from fastgrad.problem.first_look import values_vary
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
@@ -45,14 +54,6 @@ proportional to the step: the ratio is 8. The second derivative may jump, for ex
 NOISE_MARGIN = 4.0
 """Factor of the noise, which is measured only along the first direction: along others, it may be this much larger."""
 
-
-FINER_STEP = 1 / 32
-"""Factor from a step to one that shows whether noise comes from rounding. There, a term that varies within the step is
-about linear."""
-
-EXPLAINED_RATIO = 16.0
-"""Largest ratio of the noise at a step to that at a finer one, in units of func's values, that rounding explains. The
-noise of one output is a random number, so it may be a few times smaller at one step by chance."""
 
 OUTPUT_ROUNDING = 4.0
 """Noise from rounding of an output, in unit roundoffs of its value: the sum of a few values rounds."""

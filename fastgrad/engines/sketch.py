@@ -42,6 +42,14 @@ NOISE_DROP = 64
 """If a repeated measurement of noise gives a value that is smaller by this factor, the first value did not come from
 rounding that differs from run to run."""
 
+FINER_STEP = 2.0**-5
+"""Factor from a step to one that shows whether noise comes from rounding. There, a term that varies within the step is
+about linear, such as sin(k x) for k up to 3e7 with the default eps."""
+
+EXPLAINED_RATIO = 16.0
+"""Largest ratio of the noise at a step to that at the finer one, in units of func's values, that rounding explains.
+Rounding inside func makes values about as noisy at both. It is random, so it may be a few times smaller by chance."""
+
 STRAIGHT_STEPS = 256, 64
 """Steps, in units of eps, at which an output is a straight line if it is one but for rounding inside func that changes
 it at steps of eps: far above eps, and small enough for the curvature of most functions."""

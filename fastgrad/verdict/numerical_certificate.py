@@ -21,7 +21,14 @@ from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, largest
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.plan import dense_is_small
-from fastgrad.engines.sketch import Differences, are_smooth, derivatives_vary, directional_differences
+from fastgrad.engines.sketch import (
+    EXPLAINED_RATIO,
+    FINER_STEP,
+    Differences,
+    are_smooth,
+    derivatives_vary,
+    directional_differences,
+)
 from fastgrad.problem.first_look import FirstLook
 from fastgrad.problem.problem import Problem
 from fastgrad.report.data import Certificate
@@ -69,14 +76,6 @@ LARGEST_TWO_POINT = 2.0**4
 SMALLER_STEPS, LARGER_STEPS = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**5, 2.0**12)
 """Further steps, in units of eps. If many coordinates move together, they may cross kinks that a single one does not
 cross; smaller steps may avoid this. For larger steps, rounding is relatively small."""
-
-FINER_STEP = 2.0**-5
-"""Step, in units of eps, at which terms that vary within eps are straight lines, such as sin(k x) for k up to 3e7 with
-the default eps. It is used if outputs are noisier at eps than their rounding explains."""
-
-LEAST_DROP = 1 / 16
-"""Largest ratio of the noise at FINER_STEP to that at eps, in units of func's values, that rounding does not explain.
-Rounding inside func makes values about as noisy at both steps."""
 
 SMOOTH_PAIRS, SMOOTH_SHARE = ((2.0**5, 2.0**3), (2.0**6, 2.0**4), (2.0**8, 2.0**6)), 2.0**-4
 """Pairs of steps, in units of eps, at which an output has the same derivatives, up to this share, if kinks do not
@@ -555,7 +554,7 @@ def _keep_structure(bounds: Tensor, errors: Tensor, noise: Tensor, noise_at_eps:
     Nothing is resolved there, because rounding inside func may hide entries. noise: in units of func's values over eps.
     """
     bounds.fill_(torch.inf)
-    errors.masked_fill_(noise > noise_at_eps * LEAST_DROP, 0.0)
+    errors.masked_fill_(noise * EXPLAINED_RATIO > noise_at_eps, 0.0)
 
 
 def _is_smooth(
