@@ -43,7 +43,8 @@ from fastgrad.report.settings import Settings
 from fastgrad.structure.detection import ProblemPatterns
 from fastgrad.structure.sparsity import ALWAYS_FEW, Mask, Pattern, with_whole_elements
 from fastgrad.verdict.comparison import Findings
-from fastgrad.verdict.numerical_certificate import MAX_SUSPECTS, Incomplete
+from fastgrad.verdict.incomplete import MAX_SUSPECTS, Incomplete
+from fastgrad.verdict.numerical_certificate import NumericalCertificate
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 
 ATTEMPTS = 6
@@ -266,8 +267,7 @@ class _ByStructure:
             return "dense engine"
         if not verdict.numerical_suspects:
             found = self._forward(verdict, verdict.plan)
-            explains_func = isinstance(found, Tensor) and verdict.of_func.certify(found) == []
-            passes = explains_func and not verdict.of_func.may_hide_entries
+            passes = isinstance(found, Tensor) and _explains_func(verdict.of_func, found)
             if passes:
                 self._findings.certificates.append(verdict.of_func.certificate())
             if passes or isinstance(found, Failure):
@@ -308,6 +308,11 @@ class _ByStructure:
         return unless_rejected(partial(PatternVerdict, problem, settings, plan, compression, look, self._calls))
 
 
+def _explains_func(of_func: NumericalCertificate, entries: Tensor) -> bool:
+    """Whether outputs change as the entries predict, and no rounding or noise may hide other entries."""
+    return of_func.certify(entries) == [] and not of_func.may_hide_entries and of_func.at_eps().explains(entries)
+
+
 def atol_outside(base: Tensor) -> float:
     """The default atol for outputs of shape (m,), or this share of the largest one if that is less than 1."""
     return Settings().atol * min(1.0, largest(base) or 1.0)
@@ -323,7 +328,9 @@ def numerical_entries(
     """
     for compression, verdict in _compressions(problem, settings, look):
         # If there are no suspects, the outputs change along random directions as the numerical entries predict.
-        if not verdict.numerical_suspects and verdict.of_func.certify(None) == []:
+        of_func = verdict.of_func
+        explained = not verdict.numerical_suspects and of_func.certify(None) == []
+        if explained and of_func.at_eps().explains(verdict.numerical):
             return compression, verdict.numerical, verdict.of_func.bound
     return None
 

@@ -25,8 +25,9 @@ from fastgrad.report.settings import Settings
 from fastgrad.verdict.analytical_certificate import AnalyticalCertificate
 from fastgrad.verdict.comparison import Findings, entry_count, excesses
 from fastgrad.verdict.confirm import entries_failure, pattern_mismatch
+from fastgrad.verdict.incomplete import MAX_SUSPECTS, Incomplete, incomplete
 from fastgrad.verdict.linearity import one_hot_rows, separate_failure
-from fastgrad.verdict.numerical_certificate import MAX_SUSPECTS, Incomplete, NumericalCertificate, incomplete
+from fastgrad.verdict.numerical_certificate import NumericalCertificate
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import groups_failure, nondeterministic, raised_for
 from fastgrad.verdict.tangent_certificate import TangentCertificate
@@ -391,7 +392,10 @@ class PatternVerdict(_Entries):
             return incomplete([], refuted=True)
         if isinstance(rows, Failure):
             return rows
-        return self.of_func.follow(rows, self._of_backward.row_alone)
+        found = self.of_func.follow(rows, self._of_backward.row_alone)
+        if isinstance(found, Failure) or not found.is_nothing:
+            return found
+        return self.of_func.at_eps().certify(self._of_backward.values, self._of_backward.row_alone)
 
     def undecided(self, unexplained: float) -> Failure | None:
         """The failure of a wrong entry in the pattern; otherwise records the comparison, without certificates."""

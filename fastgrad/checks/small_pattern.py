@@ -21,7 +21,7 @@ from fastgrad.checks.small_sums import sums_agree
 from fastgrad.core import native
 from fastgrad.core.native import flattened, largest_errors
 from fastgrad.core.phases import phase
-from fastgrad.core.random import GRAPH_STREAM, direction
+from fastgrad.core.random import EPS_DIRECTION, GRAPH_STREAM, direction
 from fastgrad.core.tensors import largest
 from fastgrad.engines.blocks import MAX_AT_ONCE, one_hot_elements
 from fastgrad.engines.compressed import compress
@@ -35,7 +35,8 @@ from fastgrad.structure import sparsity
 from fastgrad.structure.sparsity import Mask, Pattern
 from fastgrad.verdict.analytical_certificate import analytical_certificate
 from fastgrad.verdict.linearity import sum_rounding
-from fastgrad.verdict.numerical_certificate import NEGLIGIBLE_ERROR, OUTPUT_ROUNDING, numerical_certificate
+from fastgrad.verdict.numerical_certificate import NEGLIGIBLE_ERROR, numerical_certificate
+from fastgrad.verdict.outside_pattern import OUTPUT_ROUNDING, exceeds_eps
 
 LARGEST_SHARE = 1 / 4
 """Largest error of a sum of entries, relative to atol, that rounding and curvature may explain."""
@@ -262,6 +263,28 @@ def _explains_look(check: SmallCheck, analytical: Tensor, columns: Tensor, rows:
     return native.explained_sums(analytical, columns, rows, *moved, allowed, sparsity.CURVED) is not None
 
 
+def _explains_eps(check: SmallCheck, analytical: Tensor, columns: Tensor, rows: Tensor) -> bool:
+    """Whether the entries explain how the outputs change at steps of exactly eps, if other steps exceed eps."""
+    settings, eps = check.settings, check.settings.eps
+    x = flattened([tensor.detach() for tensor in check.problem.graph.inputs])
+    if not exceeds_eps(x, x.dtype, eps):
+        return True
+    displacement = eps * direction(x.numel(), settings.seed, EPS_DIRECTION)
+    plus, minus = _values_at(check, displacement), _values_at(check, -displacement)
+    if plus is None or minus is None:
+        return False
+    # Entries below atol are not wrong, and a component of the direction is at least 1/2.
+    allowed = eps * settings.atol + 2 * OUTPUT_ROUNDING * check.problem.unit_roundoff * largest(check.problem.base())
+    moved = ((x + displacement) - (x - displacement))[None], (plus - minus)[None]
+    if native.explained_sums(analytical, columns, rows, *moved, allowed, 0.0) is not None:
+        return True
+    for at, before in ((displacement, plus), (-displacement, minus)):
+        again = _values_at(check, at)
+        if again is None or values_vary(check.problem, settings, again, before):
+            check.irreproducible.append("at steps of several inputs")
+    return False
+
+
 @phase("certificates")
 def _sums_are_explained(check: SmallCheck, pattern: SmallPattern, gradients: Tensor, analytical: Tensor) -> bool:
     """Whether entries outside the pattern are zero: the entries must explain derivatives along directions, and VJPs.
@@ -280,7 +303,7 @@ def _sums_are_explained(check: SmallCheck, pattern: SmallPattern, gradients: Ten
     of_func = native.explained_sums(analytical, columns, rows, *along, allowed, 0.0)
     if of_func is None or not of_func <= LARGEST_SHARE * settings.atol:
         return False
-    if not _explains_look(check, analytical, columns, rows):
+    if not (_explains_look(check, analytical, columns, rows) and _explains_eps(check, analytical, columns, rows)):
         return False
     rounding = sum_rounding(compression.pattern.most_in_column, problem.unit_roundoff)
     count = pattern.row_group_count

@@ -18,6 +18,7 @@ BATCH_STREAM = 4
 PROBE_DIRECTION = 7
 PROBE_COTANGENT = 8
 NEW_GRAD_OUTPUT_STREAM = 13
+EPS_DIRECTION = 14
 # A check may use any number of streams of the following kinds: multiples of 16 are added.
 SKETCH_DIRECTIONS = 5
 SKETCH_COTANGENTS = 6

@@ -250,3 +250,18 @@ def analytical_entries(
         match = problem.vjp_groups(output, grouping.groups, values, repeated, REPEAT_SCALE)
         matches.append((output, repeated, match))
     return values, matches
+
+
+def predicted(compression: Compression, direction: Tensor, entries: Tensor) -> Tensor:
+    """The derivatives of all outputs along a direction, as the entries in the pattern predict: float64, shape (m,)."""
+    total = torch.zeros(compression.pattern.m, dtype=torch.float64, device=entries.device)
+    ops.project_entries_(total, None, direction, compression.columns, compression.rows, entries)
+    return total
+
+
+def dense_row(compression: Compression, entries: Tensor, row: int) -> Tensor:
+    """A row with these entries in the pattern, and zeros elsewhere: float64, shape (n,)."""
+    own = compression.entries_of_row(row)
+    values = entries.new_zeros(compression.pattern.n)
+    values[compression.columns[own]] = entries[own]
+    return values

@@ -27,9 +27,9 @@ from fastgrad.report.data import Certificate
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
+from fastgrad.verdict.incomplete import Incomplete, incomplete
 from fastgrad.verdict.linearity import LinearityTest, detected_size, linearity_certificate
 from fastgrad.verdict.locate import locate
-from fastgrad.verdict.numerical_certificate import Incomplete, incomplete
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import groups_failure, variation_between
 

@@ -8,7 +8,7 @@ derivative of its output, along almost every direction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -17,16 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgrad.core.native import ops
 from fastgrad.core.tensors import checksum, largest
-from fastgrad.engines.compressed import Compression
+from fastgrad.engines.compressed import Compression, dense_row, predicted
 from fastgrad.engines.plan import dense_is_small
 from fastgrad.engines.sketch import (
     EXPLAINED_RATIO,
     FINER_STEP,
     Differences,
     are_smooth,
-    derivatives_vary,
     directional_differences,
 )
 from fastgrad.problem.first_look import FirstLook
@@ -37,10 +35,9 @@ from fastgrad.report.settings import Settings
 from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.comparison import excesses, tolerances
 from fastgrad.verdict.confirm import Found, entries_failure, entry_at, entry_in_row, located_failure
-from fastgrad.verdict.repeated_rows import ALONG_DIRECTION
-
-MAX_SUSPECTS = 8
-"""Largest number of rows, and of columns, that are examined after a failed certificate."""
+from fastgrad.verdict.incomplete import MAX_SUSPECTS, Incomplete, incomplete
+from fastgrad.verdict.outside_pattern import OUTPUT_ROUNDING, EpsCertificate
+from fastgrad.verdict.repeated_differences import Taken, note_changes
 
 SAME_CHANGE = 0.01
 """Relative difference up to which the changes of an output at several steps count as the same."""
@@ -59,9 +56,6 @@ outputs bit by bit."""
 MAX_DIRECTIONS = 30
 """Largest number of directions that are used if rounding of the numerical entries may hide entries that matter. With
 the default confidence, 30 directions find entries that are twice as large as this rounding."""
-
-OUTPUT_ROUNDING = 8.0
-"""Allowed error of a derivative along a direction, times its step, in units of rounding of the output."""
 
 NEGLIGIBLE_ERROR = 2.0**-10
 """Share of atol below which an error of a derivative along a direction is ignored. With the default confidence, three
@@ -107,46 +101,6 @@ MAX_WRONG_SHARE = 1 / 4
 """If more than this share of the rows is wrong, kinks are not the reason, and smaller steps do not help."""
 
 
-NO_INDICES: Indices = np.empty(0, dtype=np.int64)
-
-
-class Incomplete(NamedTuple):
-    """What a certificate found to be missing: entries that a pattern lacks, or a part that no entry explains.
-
-    Attributes
-    ----------
-    rows, columns
-        The row and column of each entry: shape (entries,).
-    refuted
-        Whether the pattern must be given up, for example because too many entries are missing to list them one by one.
-    unexplained
-        The part of a derivative or a product that no entry explains; None: everything is explained.
-    """
-
-    rows: Indices
-    columns: Indices
-    refuted: bool = False
-    unexplained: float | None = None
-
-    @property
-    def ends(self) -> bool:
-        """Whether the pattern cannot be corrected by adding the missing entries."""
-        return self.refuted or self.unexplained is not None
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether nothing is missing."""
-        return not self.ends and not self.rows.size
-
-
-def incomplete(
-    learnt: list[tuple[Indices, Indices]], refuted: bool = False, unexplained: float | None = None
-) -> Incomplete:
-    """An `Incomplete` of all entries in `learnt`, which holds (rows, columns) of several groups of entries."""
-    rows, columns = (np.concatenate(numbers) for numbers in zip((NO_INDICES, NO_INDICES), *learnt, strict=True))
-    return Incomplete(rows, columns, refuted, unexplained)
-
-
 def numerical_certificate(directions: int, watched: bool, bound: float) -> Certificate:
     """The certificate from random directions; watched: whether outputs were also compared bit by bit."""
     method = f"derivatives along {directions} random directions, compared with sums of entries"
@@ -176,10 +130,6 @@ class _Discrepancies(NamedTuple):
 
 _Excluded = tuple[Tensor, Tensor]
 """Outputs that are examined separately (bool, shape (m,)), and the columns that are measured one by one."""
-
-
-_Taken = tuple[Callable[[], Differences], int]
-"""How to measure differences again, and the checksum of their derivatives."""
 
 
 class NumericalCertificate:
@@ -230,9 +180,8 @@ class NumericalCertificate:
         self._first = self._of_direction(0)()
         if not bool(self._compared(self._first, None).wrong.any()):
             return []
-        _note_changes(
-            self._problem, self._settings, self._base, [(self._of_direction(0), checksum(self._first.derivatives))]
-        )
+        taken = [(self._of_direction(0), checksum(self._first.derivatives))]
+        note_changes(self._problem, self._settings, self._base, taken)
         return self._unexplained_rows(None)
 
     def certify(
@@ -281,7 +230,7 @@ class NumericalCertificate:
         if explained:
             self._explained_to(found.allowed / self._margin)
         if not explained or self._hiding.numel():
-            _note_changes(self._problem, self._settings, self._base, taken)
+            note_changes(self._problem, self._settings, self._base, taken)
             if dense_is_small(self._problem, self._settings, MAX_FOLLOW_UP_CALLS):
                 return None
             rows = self._unexplained_rows(analytical)
@@ -324,16 +273,18 @@ class NumericalCertificate:
 
     def row_failure(self, row: int, gradient: Tensor) -> Failure | None:
         """The failure if a row of the backward, run separately, is wrong by the allclose rule; gradient: shape (n,)."""
-        mine = self._compression.entries_of_row(row)
-        expected = torch.zeros_like(gradient)
-        expected[self._compression.columns[mine]] = self.values[mine]
-        error = excesses(self._problem, self._settings, gradient, expected)
+        error = excesses(self._problem, self._settings, gradient, dense_row(self._compression, self.values, row))
         column = int(error.nan_to_num(torch.inf).argmax())
         if error[column] <= 1:
             return None
         found = entry_at(self._problem, self._settings, row, column, gradient)
         self._unresolved = max(self._unresolved, found.unresolved)
         return located_failure([found]) if found.remeasured is not None else None
+
+    def at_eps(self) -> EpsCertificate:
+        """The certificate at steps of exactly eps, without the columns that were examined separately."""
+        arguments = self._problem, self._settings, self._compression, self._base, self.values
+        return EpsCertificate(*arguments, self._fixed(self._excluded), self._start > 1.0)
 
     def _unexplained_rows(self, analytical: Tensor | None, excluded: _Excluded | None = None) -> list[int]:
         """The outputs that do not change as entries predict, worst first; notes the outputs that may hide entries.
@@ -348,7 +299,7 @@ class NumericalCertificate:
         soon = SOON_SEPARATED if analytical is not None and excluded is None else 0
         kinds = [None] if analytical is None else [None, analytical]
         steps = [1.0]
-        taken: list[_Taken] = []
+        taken: list[Taken] = []
         times, refuting = torch.ones_like(self._base), torch.zeros_like(self._base)
         while steps:
             step = steps.pop(0)
@@ -377,7 +328,7 @@ class NumericalCertificate:
                 steps = _further_steps(unexplained > 0, varies)
             elif _separable_columns(self._problem, self._compression, hiding.nonzero().reshape(-1), soon) is not None:
                 break
-        _note_changes(self._problem, self._settings, self._base, taken)
+        note_changes(self._problem, self._settings, self._base, taken)
         overruled = torch.stack([error.amin(0) for error in errors.values()]).any(0) & ~rows
         overruled = overruled if excluded is None else overruled & excluded[0]
         entries = [self.values if kind is None else kind for kind in kinds]
@@ -435,9 +386,8 @@ class NumericalCertificate:
             return None, list(dict.fromkeys((*lacking, *unexplained)))
         which = differs.nonzero(as_tuple=True)
         coordinates = rows[which[1]], columns[which[0]]
-        failure, unresolved = entries_failure(
-            self._problem, self._settings, *coordinates, expected[which], found[which]
-        )
+        where = self._problem, self._settings, *coordinates
+        failure, unresolved = entries_failure(*where, expected[which], found[which])
         if failure is not None:
             return failure, []
         self._unresolved = max(self._unresolved, unresolved)
@@ -487,18 +437,22 @@ class NumericalCertificate:
 
         step: in units of eps. first: number of the first direction. Each number is the same direction at all steps.
         """
-        compression = self._compression
-        fixed = compression.excluded_columns
-        if excluded is not None:
-            none = torch.zeros(self._problem.n, dtype=torch.bool, device=self._problem.device)
-            fixed = (none if fixed is None else fixed).index_fill(0, excluded[1], True)
         arguments = self._problem, self._settings, self._base, self._settings.eps * step, count, 0
+        fixed = self._fixed(excluded)
         differences = directional_differences(*arguments, extrapolated=extrapolated, fixed=fixed, first=first)
-        if compression.excluded_rows is not None:
+        if self._compression.excluded_rows is not None:
             for values in (differences.derivatives, differences.noise):
-                values.masked_fill_(compression.excluded_rows, 0.0)
+                values.masked_fill_(self._compression.excluded_rows, 0.0)
             differences.sizes = None
         return differences
+
+    def _fixed(self, excluded: _Excluded | None) -> Tensor | None:
+        """The columns that do not move: bool, shape (n,); None: all move."""
+        fixed = self._compression.excluded_columns
+        if excluded is None:
+            return fixed
+        none = torch.zeros(self._problem.n, dtype=torch.bool, device=self._problem.device)
+        return (none if fixed is None else fixed).index_fill(0, excluded[1], True)
 
     def _of_direction(self, number: int) -> Callable[[], Differences]:
         """A function that measures the differences along one direction at the first step."""
@@ -512,7 +466,7 @@ class NumericalCertificate:
             base = base.masked_fill(self._compression.excluded_rows, 0.0)
         error = torch.zeros_like(base)
         for u, derivatives in zip(differences.directions.unbind(), differences.derivatives.unbind(), strict=True):
-            torch.maximum(error, _predicted(self._compression, u, entries).sub_(derivatives).abs_(), out=error)
+            torch.maximum(error, predicted(self._compression, u, entries).sub_(derivatives).abs_(), out=error)
         relative, share = OUTPUT_ROUNDING * differences.rounding, 1.0
         if analytical is None:
             relative = max(relative, OUTPUT_ROUNDING * 2 * self._problem.unit_roundoff / self._settings.eps)
@@ -520,13 +474,6 @@ class NumericalCertificate:
             share = max(1, self._compression.pattern.most_in_row) ** 0.5
         allowed = base.abs().mul_(relative * share).add_(differences.noise, alpha=4.0 * share)
         return _Discrepancies(error, allowed.clamp_(min=NEGLIGIBLE_ERROR * self._settings.atol))
-
-
-def _predicted(compression: Compression, direction: Tensor, entries: Tensor) -> Tensor:
-    """The derivatives of all outputs along a direction, as the entries in the pattern predict: float64, shape (m,)."""
-    total = torch.zeros(compression.pattern.m, dtype=torch.float64, device=entries.device)
-    ops.project_entries_(total, None, direction, compression.columns, compression.rows, entries)
-    return total
 
 
 def _is_noisy(differences: Differences, base: Tensor) -> Tensor:
@@ -575,7 +522,7 @@ def _is_smooth(
     """
     rows = overruled.nonzero().reshape(-1)
     for entries in kinds if rows.numel() else ():
-        explained = torch.stack([_predicted(compression, u, entries) for u in directions])
+        explained = torch.stack([predicted(compression, u, entries) for u in directions])
         for steps in SMOOTH_PAIRS:
             where = directions, rows, explained[:, rows]
             rows = rows[are_smooth(problem, settings, *where, least, steps, SMOOTH_SHARE)]
@@ -646,19 +593,3 @@ def _is_jump(noises: dict[float, Tensor], rounding: Tensor) -> Tensor:
     changes = torch.stack([noises[step] * step for step in sorted(noises)[:MIN_STEPS]])
     least, most = changes.amin(0), changes.amax(0)
     return (least >= (1 - SAME_CHANGE) * most) & (most > OUTPUT_ROUNDING * rounding) & (len(noises) >= MIN_STEPS)
-
-
-def _note_changes(problem: Problem, settings: Settings, base: Tensor, taken: Iterable[_Taken]) -> None:
-    """Repeats differences that decided nothing, and notes if func's values have changed."""
-    changes = [_change(*one, settings, base) for one in taken]
-    if any(changes):
-        problem.irreproducible.append(ALONG_DIRECTION)
-
-
-def _change(repeat: Callable[[], Differences], before: int, settings: Settings, base: Tensor) -> bool:
-    """Whether differences with the checksum `before` change when repeated, other than by rounding in each run."""
-    second = repeat()
-    if checksum(second.derivatives) == before:
-        return False
-    third, rounding = repeat().derivatives, second.rounding * base.abs()
-    return torch.equal(third, second.derivatives) or derivatives_vary(settings, third, second.derivatives, rounding)

@@ -1,0 +1,163 @@
+"""Looks for entries outside a pattern at steps of exactly eps, where steps along random directions are larger.
+
+If inputs or outputs are large, rounding would dominate small steps along random directions. Larger ones average out a
+term of func that varies within eps. The entries in the pattern are measured at eps; here all others are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgrad.core.precision import relative_step
+from fastgrad.core.random import EPS_DIRECTION, direction
+from fastgrad.core.tensors import checksum, largest
+from fastgrad.engines.compressed import Compression, dense_row, predicted
+from fastgrad.engines.sketch import FINER_STEP, Differences
+from fastgrad.problem.problem import Problem
+from fastgrad.report.failure import Failure
+from fastgrad.report.settings import Settings
+from fastgrad.verdict.confirm import Found, entry_in_row, located_failure
+from fastgrad.verdict.incomplete import MAX_SUSPECTS, Incomplete, incomplete
+from fastgrad.verdict.repeated_differences import note_changes
+
+OUTPUT_ROUNDING = 8.0
+"""Allowed error of a derivative along a direction, times its step, in units of rounding of the output."""
+
+FINER_STEPS = FINER_STEP, FINER_STEP**2
+"""Steps, in units of eps, at which fewer kinks lie between the points. Of 100,000 sorted numbers that are 10 eps
+apart on average, about 20,000 cross a neighbor at a step of eps, and about 20 at the smaller one of these."""
+
+
+def exceeds_eps(values: Tensor, dtype: torch.dtype, eps: float) -> bool:
+    """Whether steps along random directions exceed eps for some of the coordinates of an input of this dtype."""
+    return largest(values) * relative_step(dtype) > eps
+
+
+class EpsCertificate:
+    """Certifies that no entry lies outside a pattern, by one direction in which each coordinate moves by about eps.
+
+    Parameters
+    ----------
+    base
+        The outputs at x: float64, shape (m,).
+    numerical
+        The numerical entries in the pattern: float64, shape (nnz,).
+    fixed
+        True for columns that do not move, shape (n,); None: all move.
+    is_needed
+        Whether outputs are so large that steps along other directions exceed eps. Large inputs are found here.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        settings: Settings,
+        compression: Compression,
+        base: Tensor,
+        numerical: Tensor,
+        fixed: Tensor | None,
+        is_needed: bool,
+    ) -> None:
+        self._problem, self._settings, self._compression = problem, settings, compression
+        self._base, self._numerical = base, numerical
+        coordinates, eps = problem.coordinates(), settings.eps
+        inputs = ((coordinates[one.slice], one.tensor.dtype, eps * one.step) for one in problem.inputs)
+        self._is_needed = is_needed or any(exceeds_eps(*one) for one in inputs)
+        self._vector = direction(problem.n, settings.seed, EPS_DIRECTION, device=problem.device)
+        if fixed is not None:
+            self._vector.masked_fill_(fixed, 0.0)
+
+    def explains(self, entries: Tensor) -> bool:
+        """Whether the entries, float64 of shape (nnz,), are all that func has."""
+        found = self.certify(entries, partial(dense_row, self._compression, entries))
+        return not isinstance(found, Failure) and found.is_nothing
+
+    def certify(self, analytical: Tensor, row_of: Callable[[int], Tensor]) -> Failure | Incomplete:
+        """A failure, or what the pattern lacks.
+
+        analytical: the entries in the pattern: float64, shape (nnz,). row_of: a row of the backward, shape (n,).
+        """
+        if not self._is_needed:
+            return incomplete([])
+        measure = partial(self._differences, self._settings.eps)
+        differences = measure()
+        error, allowed = self._compared(differences, analytical)
+        # Entries below atol are not wrong, and a component of the direction is at least 1/2.
+        allowed.clamp_(min=self._settings.atol / 2)
+        wrong = ~(error <= allowed)
+        if int(wrong.sum()) > MAX_SUSPECTS:
+            # Analytical entries may be off by their tolerances, but numerical ones are measured at this step.
+            share = self._compression.pattern.most_in_row**0.5
+            wrong &= ~(self._compared(differences, self._numerical)[0] <= allowed * max(1.0, share))
+        if not bool(wrong.any()):
+            return incomplete([])
+        rows = (wrong & ~self._is_next_to_kinks(analytical)).nonzero().reshape(-1)
+        worst = rows[error[rows].nan_to_num(torch.inf).argsort(descending=True)]
+        entries: list[Found] = []
+        unexplained = 0.0
+        for row in worst[:MAX_SUSPECTS].tolist():
+            derivative, rounding = differences.derivatives[0, row].item(), allowed[row].item()
+            entry, rest = self._entry_outside(row, derivative, rounding, row_of(row))
+            if entry is not None and entry.remeasured is not None:
+                return located_failure([entry])
+            unexplained = max(unexplained, rest)
+            entries += [] if entry is None else [entry]
+        note_changes(self._problem, self._settings, self._base, [(measure, checksum(differences.derivatives))])
+        learnt = [(np.full(len(entry.columns), entry.row), np.array(entry.columns)) for entry in entries]
+        return incomplete(learnt, unexplained=unexplained or None)
+
+    def _is_next_to_kinks(self, analytical: Tensor) -> Tensor:
+        """Which outputs agree with their entries at smaller steps, and change there: bool, shape (m,).
+
+        Kinks within eps explain their errors at eps. An output that does not change there may be rounded.
+        """
+        explained = torch.zeros_like(self._base, dtype=torch.bool)
+        for step in FINER_STEPS:
+            differences = self._differences(self._settings.eps * step)
+            error, allowed = self._compared(differences, analytical)
+            explained |= (error <= allowed) & (differences.size() > 2 * allowed)
+        return explained
+
+    def _compared(self, differences: Differences, analytical: Tensor) -> tuple[Tensor, Tensor]:
+        """Errors of derivatives along the direction, and what rounding explains: float64, shape (m,) each."""
+        error = predicted(self._compression, differences.directions[0], analytical)
+        error.sub_(differences.derivatives[0]).abs_()
+        if self._compression.excluded_rows is not None:
+            error.masked_fill_(self._compression.excluded_rows, 0.0)
+        return error, self._base.abs().mul_(OUTPUT_ROUNDING * differences.rounding)
+
+    def _differences(self, eps: float, vector: Tensor | None = None) -> Differences:
+        """Central differences along a vector, by default the direction; steps are not larger for large inputs."""
+        problem, vector = self._problem, self._vector if vector is None else vector
+        derivatives, moved = torch.zeros_like(self._base), torch.zeros_like(vector)
+        for part, step, weight in problem.parts_of(vector):
+            h = eps * step / weight
+            plus, minus = (problem.evaluate(True, part * h, sign) for sign in (1.0, -1.0))
+            derivatives += (plus - minus).div_(2 * h)
+            moved += problem.realized_width(part * h, 1.0).div_(2 * h)
+        rounding = 2 * problem.unit_roundoff / eps * sum(weight / step for step, weight in problem.scales)
+        return Differences(eps, moved[None], derivatives[None], torch.zeros_like(derivatives), rounding)
+
+    def _entry_outside(
+        self, row: int, derivative: float, allowed: float, gradient: Tensor
+    ) -> tuple[Found | None, float]:
+        """The entry outside the pattern that explains an output's derivative, if any, and the size of what it leaves.
+
+        An output that depends only on the inputs in its row of the pattern changes by the same amount, bit by bit, if
+        only these move. Its entries were compared at eps, so nothing is left.
+        """
+        inside, outside = torch.zeros_like(self._vector), self._vector.clone()
+        own = self._compression.columns[self._compression.entries_of_row(row)]
+        inside[own], outside[own] = outside[own], 0.0
+        eps = self._settings.eps
+        rest = derivative - (self._differences(eps, inside).derivatives[0, row].item() if own.numel() else 0.0)
+        if abs(rest) <= allowed:
+            return None, 0.0
+        entry = entry_in_row(self._problem, self._settings, row, gradient, outside, eps, rest)
+        rest = abs(rest - entry.along(outside).item())
+        return entry, max(entry.unresolved, rest if not rest <= allowed else 0.0)

@@ -1,0 +1,98 @@
+"""Entries outside a sparsity pattern that show only at steps of eps, at inputs so large that other steps exceed eps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgrad
+from fastgrad.verdict.incomplete import incomplete
+from fastgrad.verdict.outside_pattern import EpsCertificate
+
+LARGE = 1000.0
+"""At this input, steps along random directions are 2^-24 times as large: 60 times eps."""
+
+Func = Callable[[Tensor], Tensor]
+
+
+def inputs(n: int) -> Tensor:
+    return torch.full((n,), LARGE, dtype=torch.float64, requires_grad=True)
+
+
+def narrow_ramp(x: Tensor) -> Tensor:
+    """A term of slope 0.03 at x, without a gradient, that is constant from 0.04 eps on."""
+    return 0.03 * (x.detach() - LARGE).clamp(-4e-8, 4e-8)
+
+
+def first_input_in_last_output(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(narrow_ramp(x[:1]), (x.numel() - 1, 0))
+
+
+class Ramp(torch.autograd.Function):
+    """The ramp with derivatives of zero in both modes."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return narrow_ramp(x) + 0.0 * x
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None: ...
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return 0.0 * grad
+
+    @staticmethod
+    def jvp(ctx: object, tangent: Tensor) -> Tensor:
+        return 0.0 * tangent
+
+
+class TestWrongGradients:
+    @pytest.mark.parametrize(
+        "func",
+        [
+            lambda x: narrow_ramp(x) + 0.0 * x,
+            lambda x: narrow_ramp(x) + 1e-3 * x,
+            lambda x: 2.0 * x + first_input_in_last_output(x),
+            lambda x: 1e-3 * x[1:] * x[:-1] + first_input_in_last_output(x)[1:],
+        ],
+        ids=["without entries", "pointwise", "one entry", "banded"],
+    )
+    @pytest.mark.parametrize("n", [60, 1000])
+    def test_fail(self, func: Func, n: int) -> None:
+        report = fastgrad.check(func, inputs(n))
+        assert report.failure is not None
+        assert report.failure.kind == "mismatch"
+
+    @pytest.mark.parametrize("backward", [False, True])
+    def test_fail_in_forward_mode(self, backward: bool) -> None:
+        report = fastgrad.check(Ramp.apply, inputs(1000), check_forward_ad=True, check_backward_ad=backward)
+        assert report.failure is not None
+        assert report.failure.kind == "mismatch"
+
+
+class TestRightGradients:
+    @pytest.mark.parametrize("size", [30.0, LARGE])
+    @pytest.mark.parametrize(
+        ("func", "most"),
+        [
+            (lambda x: x.sin(), 2),
+            (lambda x: x[1:] * x[:-1], 2),
+            (lambda x: x.sort().values, 2),
+            # Each output rounds differently. Four smaller steps, and two evaluations for each of eight outputs.
+            (lambda x: x.view(20, -1).t() @ x.view(20, -1)[:, :3], 22),
+        ],
+        ids=["sin", "products", "sort", "matmul"],
+    )
+    def test_pass_with_few_more_evaluations(
+        self, monkeypatch: pytest.MonkeyPatch, func: Func, most: int, size: float
+    ) -> None:
+        normal = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        x = (size * normal).requires_grad_()
+        report = fastgrad.check(func, x)
+        assert report.passed
+        monkeypatch.setattr(EpsCertificate, "certify", lambda *_: incomplete([]))
+        assert 0 <= report.evaluations - fastgrad.check(func, x).evaluations <= most
