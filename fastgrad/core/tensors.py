@@ -96,3 +96,12 @@ def largest(values: Tensor) -> float:
 def largest_finite(values: Tensor) -> float:
     """The largest magnitude of the finite elements; zero if there are none."""
     return largest(values.nan_to_num(0.0, 0.0, 0.0))
+
+
+def without_subclass(tensor: Tensor) -> Tensor:
+    """The tensor or, for a subclass, which may have no memory of its own, a copy of its values."""
+    if type(tensor) is Tensor:
+        return tensor
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    values.copy_(tensor)
+    return values

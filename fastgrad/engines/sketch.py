@@ -21,7 +21,7 @@ from fastgrad.core.precision import ROUNDING, excess, last_digit
 from fastgrad.core.random import SKETCH_COTANGENTS, SKETCH_DIRECTIONS
 from fastgrad.core.tensors import largest, near
 from fastgrad.engines.grad_output_kinds import CONSTANT, DENSE, EXPANDED, HALVED, NON_CONTIGUOUS, SPARSE, GradOutputKind
-from fastgrad.engines.ridders import KINK_SHARE, kink
+from fastgrad.engines.rounding_inside import KINK_SHARE, kink
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Settings
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastgrad.core.precision import spacing
 from fastgrad.core.tensors import ones_at
-from fastgrad.engines.ridders import LARGEST_STEP, Refinement, both_sides
+from fastgrad.engines.measured_steps import LARGEST_STEP, both_sides
+from fastgrad.engines.ridders import Refinement
 from fastgrad.problem.coordinates import block_with
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Tolerances

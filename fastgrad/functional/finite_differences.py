@@ -23,8 +23,10 @@ from fastgrad.core.precision import spacing
 from fastgrad.core.random import SKETCH_DIRECTIONS, direction
 from fastgrad.core.tensors import largest, ones_at
 from fastgrad.engines.compressed import Compression
+from fastgrad.engines.extrapolation import extrapolate
+from fastgrad.engines.measured_steps import LARGEST_STEP, RATIO, measured
 from fastgrad.engines.plan import MIN_COLUMNS_FOR_PROBING
-from fastgrad.engines.ridders import LARGEST_STEP, extrapolate, measured, settled
+from fastgrad.engines.ridders import settled
 from fastgrad.engines.stairs import mark_stairs
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
@@ -285,7 +287,7 @@ def _settled_bends(bends: list[Tensor], rounding: Tensor) -> tuple[Tensor, Tenso
     slopes = torch.stack(bends, 1)
     widths = torch.tensor(SECOND_STEPS, dtype=torch.float64, device=slopes.device).square().unsqueeze(1)
     noise = 4 * rounding.expand(slopes.shape[1])
-    values, errors = extrapolate(slopes, widths.expand_as(slopes), noise, most_noise=MAX_NOISE * noise)
+    values, errors = extrapolate(slopes, widths.expand_as(slopes), noise, RATIO, MAX_NOISE * noise)
     return torch.where(values.isnan(), slopes[len(slopes) // 2], values), errors
 
 

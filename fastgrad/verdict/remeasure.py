@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fastgrad.core.phases import phase
 from fastgrad.core.precision import number_of
-from fastgrad.engines.ridders import LARGEST_STEP, Refinement, measured, settled
+from fastgrad.engines.measured_steps import LARGEST_STEP, measured
+from fastgrad.engines.ridders import Refinement, settled
 from fastgrad.engines.stairs import mark_stairs
 from fastgrad.problem.problem import Problem
 from fastgrad.report.failure import FUNC_VARIES, Difference, Entry, NumericalIssue

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import fastgrad
-from fastgrad.engines.ridders import measured, settled
+from fastgrad.engines.measured_steps import measured
+from fastgrad.engines.ridders import settled
 from fastgrad.problem.problem import Problem
 from fastgrad.report.settings import Tolerances
 
