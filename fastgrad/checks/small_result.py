@@ -130,6 +130,8 @@ class SmallCheck(Findings):
         curvature, kinks or rounding.
     bound
         The size of an error of one entry that the sums show.
+    dense_tangent
+        The number, from the end, of a row of `tangents` without zeros; known after forward mode has passed.
     jvps
         Calls of func in forward mode.
     seconds
@@ -157,6 +159,7 @@ class SmallCheck(Findings):
     steps: list[MeasuredStep] = field(default_factory=list)
     undecided_sums: Tensor | None = None
     bound: float = 0.0
+    dense_tangent: int = 0
     jvps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     passes: bool = False

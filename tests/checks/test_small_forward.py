@@ -99,6 +99,50 @@ def test_costs() -> None:
     assert (report.evaluations, report.vjps, report.jvps) == (1 + 4 + 7, 0, 3 + 2 + 2)
 
 
+@pytest.mark.parametrize("undefined", [False, True])
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize(("func", "inputs"), [*RIGHT, (lambda x, y: (x * y, x[:0]), (leaf(3), leaf(3, seed=1)))])
+def test_a_batch_is_compared_with_a_known_jvp(
+    func: Func, inputs: tuple[Any, ...], fast_mode: bool, undefined: bool
+) -> None:
+    keywords = FORWARD | {"check_undefined_grad": undefined, "fast_mode": fast_mode}
+    counts = [
+        fastgrad.check(func, inputs, **keywords, check_batched_forward_grad=batched).jvps for batched in (False, True)
+    ]
+    assert counts[1] == counts[0] + sum(isinstance(one, Tensor) for one in inputs)
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("lost", [0, -1])
+def test_a_jvp_that_is_wrong_for_one_element_of_a_batch_fails(position: int, fast_mode: bool, lost: int) -> None:
+    """The tangent of one input is a batch, and one output loses its derivative then."""
+
+    def wrong(which: int, tangent: Tensor) -> Tensor:
+        if which != position or not torch._C._functorch.is_legacy_batchedtensor(tangent):
+            return tangent
+        mask = torch.ones(3, dtype=torch.float64)
+        mask[lost] = 0.0
+        return tangent * mask
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+            return sum(wrong(which, one) for which, one in enumerate(tangents) if one is not None)  # type: ignore[return-value]
+
+    keywords = FORWARD | {"check_batched_forward_grad": True, "fast_mode": fast_mode}
+    report = fastgrad.check(Sum.apply, (leaf(3), leaf(3, seed=1)), **keywords)
+    assert report.failure is not None
+    assert report.failure.kind == "batched differs"
+
+
 def test_undecided_products_are_replaced_by_columns_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Along random directions, func has kinks at x. The three evaluations are repeated after all columns agreed.
     x = torch.arange(1.0, 11.0, dtype=torch.float64).requires_grad_()
