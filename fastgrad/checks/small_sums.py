@@ -334,7 +334,7 @@ def _same_on_third(check: SmallCheck, made: ScreeningGradOutputs, gradients: Ten
     rounding = _repeat(check, made, gradients, [made.again, REPEATED])
     if rounding is None:
         return False
-    what = "product and one-hot row"
+    what = "dense VJP and one-hot row"
     tolerance = max(check.settings.nondet_tol, rounding)
     check.certificates.append(repeated_calls_certificate(what, check.on_graph.vjps, tolerance))
     return _zeros_are_zero(check)

@@ -207,7 +207,7 @@ def _of_backward(failure: Failure, evidence: Evidence, settings: Settings) -> It
             "class or on the module: use ctx.save_for_backward, which keeps the values of each call"
         )
         measure = (
-            f"relative change {evidence.after_call:.2g} of the gradient if func was called at another point before"
+            f"relative change {evidence.after_call:.2g} of the gradient if func runs at another point before forward"
         )
         yield Cause("saved tensor", text, measure, 0.93)
     if evidence.at_zero is not None and evidence.at_zero != 0:
@@ -290,9 +290,7 @@ def _of_layouts(evidence: Evidence, linear: bool, only_exceptions: bool) -> Iter
 def _modified(evidence: Evidence) -> Cause:
     error = evidence.non_contiguous_error or evidence.offset_error or evidence.expanded_error
     if evidence.modified is not None and evidence.modified > MIN_DEVIATION:
-        measure = (
-            f"if backward gets a copy of grad_output, the gradient has a relative difference of {evidence.modified:.2g}"
-        )
+        measure = f"relative change {evidence.modified:.2g} of the gradient if backward gets a copy of grad_output"
     else:
         measure = "a dense grad_output has different values after the call"
         measure += f"; for another layout, backward raises {error}" if error else ""

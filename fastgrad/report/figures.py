@@ -118,8 +118,8 @@ def panels_of(report: ReportData) -> list[Panel]:
         panels.append(
             Panel(
                 "Errors by position",
-                "Entries of the Jacobian by output element and input element, both in C order. Each cell shows its "
-                f"largest ratio of error to tolerance. {_sampled(report, entries)}",
+                "Entries of the Jacobian by output element and input element, both in C order. A cell shows the "
+                f"largest ratio of error to tolerance of its entries. {_sampled(report, entries)}",
                 (6.4, 5.9),
                 lambda axes: _draw_map(axes, entries, messages.names_of(report, failure)),
             )

@@ -104,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     completion = commands.add_parser(
         "completion",
         help="print a completion script for a shell",
-        description='Prints a completion script. For bash, eval "$(fastgrad completion bash)" in ~/.bashrc; for zsh, a '
-        "file _fastgrad in a directory of $fpath.",
+        description='Prints a completion script. bash: put eval "$(fastgrad completion bash)" in ~/.bashrc. zsh: save '
+        "it as _fastgrad in a directory of $fpath.",
     )
     completion.add_argument("shell", choices=("bash", "zsh"))
     completion.set_defaults(run=lambda options: _completion(parser, options.shell))

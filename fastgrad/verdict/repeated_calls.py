@@ -311,7 +311,7 @@ class RepeatedCalls:
         """What the repeated calls certify, if any were needed."""
         if not self._last:
             return []
-        what = "row" if self._problem.m == 1 else f"{len(self._rows)} rows and two products"
+        what = "row" if self._problem.m == 1 else f"{len(self._rows)} rows and two other VJPs"
         tolerance = max(self._settings.nondet_tol, self._product_tolerance, self._rounding)
         return [repeated_calls_certificate(what, self._last, tolerance)]
 
