@@ -36,7 +36,7 @@ from fastgrad.structure.coloring import Indices
 from fastgrad.verdict.comparison import excesses, tolerances
 from fastgrad.verdict.confirm import Found, entries_failure, entry_at, entry_in_row, located_failure
 from fastgrad.verdict.incomplete import MAX_SUSPECTS, Incomplete, incomplete
-from fastgrad.verdict.outside_pattern import OUTPUT_ROUNDING, EpsCertificate
+from fastgrad.verdict.outside_pattern import OUTPUT_ROUNDING, SMALLER_STEPS, EpsCertificate
 from fastgrad.verdict.repeated_differences import Taken, note_changes
 
 SAME_CHANGE = 0.01
@@ -67,9 +67,8 @@ STARTS = (1.0, 2.0**2, 2.0**4, 2.0**6, 2.0**9, 2.0**12)
 LARGEST_TWO_POINT = 2.0**4
 """Largest step, in units of eps, for which two evaluations suffice for a derivative along a direction."""
 
-SMALLER_STEPS, LARGER_STEPS = (2.0**-10, 2.0**-14, 2.0**-17), (2.0**5, 2.0**12)
-"""Further steps, in units of eps. If many coordinates move together, they may cross kinks that a single one does not
-cross; smaller steps may avoid this. For larger steps, rounding is relatively small."""
+LARGER_STEPS = 2.0**5, 2.0**12
+"""Further steps, in units of eps, for which rounding is relatively small."""
 
 SMOOTH_PAIRS, SMOOTH_SHARE = ((2.0**5, 2.0**3), (2.0**6, 2.0**4), (2.0**8, 2.0**6)), 2.0**-4
 """Pairs of steps, in units of eps, at which an output has the same derivatives, up to this share, if kinks do not
@@ -155,7 +154,7 @@ class NumericalCertificate:
         self.bound, self._count, self._margin, self._shares = 0.0, 1, 1.0, (1.0, 1.0)
         # The largest error that outputs may hide but that does not matter; the largest possible error of an entry that
         # no step resolved; whether an output jumps next to x.
-        self._explained, self._unresolved, self._jumps = 0.0, 0.0, False
+        self._explained, self._unresolved, self._jumps, self._was_in_doubt = 0.0, 0.0, False, False
         # For each output, the step, in units of eps, with the largest difference that no entry explains.
         self._refuting: dict[int, float] = {}
 
@@ -221,15 +220,10 @@ class NumericalCertificate:
             taken.append((self._of_direction(k), checksum(differences.derivatives)))
         rows: list[int] = []
         explained = not bool(found.wrong.any())
-        if explained and self._start > 1.0:
-            # Terms of func on a scale shorter than the first step may be averaged out there, but not at eps.
-            measure = partial(self._differences_along, 1.0, 1, extrapolated=0)
-            differences = measure()
-            taken.append((measure, checksum(differences.derivatives)))
-            explained = not bool(self._compared(differences, analytical).wrong.any())
         if explained:
             self._explained_to(found.allowed / self._margin)
-        if not explained or self._hiding.numel():
+        self._was_in_doubt = not explained or bool(self._hiding.numel())
+        if self._was_in_doubt:
             note_changes(self._problem, self._settings, self._base, taken)
             if dense_is_small(self._problem, self._settings, MAX_FOLLOW_UP_CALLS):
                 return None
@@ -282,9 +276,9 @@ class NumericalCertificate:
         return located_failure([found]) if found.remeasured is not None else None
 
     def at_eps(self) -> EpsCertificate:
-        """The certificate at steps of exactly eps, without the columns that were examined separately."""
+        """The certificate at steps of exactly eps."""
         arguments = self._problem, self._settings, self._compression, self._base, self.values
-        return EpsCertificate(*arguments, self._fixed(self._excluded), self._start > 1.0)
+        return EpsCertificate(*arguments, self._start > 1.0 or self._was_in_doubt)
 
     def _unexplained_rows(self, analytical: Tensor | None, excluded: _Excluded | None = None) -> list[int]:
         """The outputs that do not change as entries predict, worst first; notes the outputs that may hide entries.
@@ -437,22 +431,18 @@ class NumericalCertificate:
 
         step: in units of eps. first: number of the first direction. Each number is the same direction at all steps.
         """
+        compression = self._compression
+        fixed = compression.excluded_columns
+        if excluded is not None:
+            none = torch.zeros(self._problem.n, dtype=torch.bool, device=self._problem.device)
+            fixed = (none if fixed is None else fixed).index_fill(0, excluded[1], True)
         arguments = self._problem, self._settings, self._base, self._settings.eps * step, count, 0
-        fixed = self._fixed(excluded)
         differences = directional_differences(*arguments, extrapolated=extrapolated, fixed=fixed, first=first)
-        if self._compression.excluded_rows is not None:
+        if compression.excluded_rows is not None:
             for values in (differences.derivatives, differences.noise):
-                values.masked_fill_(self._compression.excluded_rows, 0.0)
+                values.masked_fill_(compression.excluded_rows, 0.0)
             differences.sizes = None
         return differences
-
-    def _fixed(self, excluded: _Excluded | None) -> Tensor | None:
-        """The columns that do not move: bool, shape (n,); None: all move."""
-        fixed = self._compression.excluded_columns
-        if excluded is None:
-            return fixed
-        none = torch.zeros(self._problem.n, dtype=torch.bool, device=self._problem.device)
-        return (none if fixed is None else fixed).index_fill(0, excluded[1], True)
 
     def _of_direction(self, number: int) -> Callable[[], Differences]:
         """A function that measures the differences along one direction at the first step."""

@@ -23,14 +23,14 @@ from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
 from fastgrad.verdict.confirm import Found, entry_in_row, located_failure
 from fastgrad.verdict.incomplete import MAX_SUSPECTS, Incomplete, incomplete
-from fastgrad.verdict.repeated_differences import note_changes
+from fastgrad.verdict.repeated_differences import Taken, note_changes
 
 OUTPUT_ROUNDING = 8.0
 """Allowed error of a derivative along a direction, times its step, in units of rounding of the output."""
 
-FINER_STEPS = FINER_STEP, FINER_STEP**2
-"""Steps, in units of eps, at which fewer kinks lie between the points. Of 100,000 sorted numbers that are 10 eps
-apart on average, about 20,000 cross a neighbor at a step of eps, and about 20 at the smaller one of these."""
+SMALLER_STEPS = 2.0**-10, 2.0**-14, 2.0**-17
+"""Further steps, in units of eps. If many coordinates move together, they may cross kinks that a single one does not
+cross; smaller steps may avoid this."""
 
 
 def exceeds_eps(values: Tensor, dtype: torch.dtype, eps: float) -> bool:
@@ -47,10 +47,9 @@ class EpsCertificate:
         The outputs at x: float64, shape (m,).
     numerical
         The numerical entries in the pattern: float64, shape (nnz,).
-    fixed
-        True for columns that do not move, shape (n,); None: all move.
     is_needed
-        Whether outputs are so large that steps along other directions exceed eps. Large inputs are found here.
+        Whether steps along other directions exceeded eps because of large outputs, or other steps overruled an error at
+        eps. Large inputs are found here.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class EpsCertificate:
         compression: Compression,
         base: Tensor,
         numerical: Tensor,
-        fixed: Tensor | None,
         is_needed: bool,
     ) -> None:
         self._problem, self._settings, self._compression = problem, settings, compression
@@ -69,8 +67,8 @@ class EpsCertificate:
         inputs = ((coordinates[one.slice], one.tensor.dtype, eps * one.step) for one in problem.inputs)
         self._is_needed = is_needed or any(exceeds_eps(*one) for one in inputs)
         self._vector = direction(problem.n, settings.seed, EPS_DIRECTION, device=problem.device)
-        if fixed is not None:
-            self._vector.masked_fill_(fixed, 0.0)
+        if compression.excluded_columns is not None:
+            self._vector.masked_fill_(compression.excluded_columns, 0.0)
 
     def explains(self, entries: Tensor) -> bool:
         """Whether the entries, float64 of shape (nnz,), are all that func has."""
@@ -84,43 +82,55 @@ class EpsCertificate:
         """
         if not self._is_needed:
             return incomplete([])
-        measure = partial(self._differences, self._settings.eps)
-        differences = measure()
+        taken: list[Taken] = []
+        differences = self._taken(1.0, taken)
         error, allowed = self._compared(differences, analytical)
         # Entries below atol are not wrong, and a component of the direction is at least 1/2.
         allowed.clamp_(min=self._settings.atol / 2)
         wrong = ~(error <= allowed)
+        if not bool(wrong.any()):
+            return incomplete([])
         if int(wrong.sum()) > MAX_SUSPECTS:
             # Analytical entries may be off by their tolerances, but numerical ones are measured at this step.
             share = self._compression.pattern.most_in_row**0.5
             wrong &= ~(self._compared(differences, self._numerical)[0] <= allowed * max(1.0, share))
-        if not bool(wrong.any()):
-            return incomplete([])
-        rows = (wrong & ~self._is_next_to_kinks(analytical)).nonzero().reshape(-1)
+        smaller: list[Taken] = []
+        if bool(wrong.any()):
+            wrong &= ~self._is_next_to_kinks(analytical, error, smaller)
+        rows = wrong.nonzero().reshape(-1)
+        taken += smaller if rows.numel() else []
         worst = rows[error[rows].nan_to_num(torch.inf).argsort(descending=True)]
         entries: list[Found] = []
         unexplained = 0.0
         for row in worst[:MAX_SUSPECTS].tolist():
-            derivative, rounding = differences.derivatives[0, row].item(), allowed[row].item()
-            entry, rest = self._entry_outside(row, derivative, rounding, row_of(row))
+            own = differences.derivatives[0, row].item(), allowed[row].item()
+            entry, rest = self._entry_outside(row, *own, row_of(row), taken)
             if entry is not None and entry.remeasured is not None:
                 return located_failure([entry])
             unexplained = max(unexplained, rest)
             entries += [] if entry is None else [entry]
-        note_changes(self._problem, self._settings, self._base, [(measure, checksum(differences.derivatives))])
+        note_changes(self._problem, self._settings, self._base, taken)
         learnt = [(np.full(len(entry.columns), entry.row), np.array(entry.columns)) for entry in entries]
         return incomplete(learnt, unexplained=unexplained or None)
 
-    def _is_next_to_kinks(self, analytical: Tensor) -> Tensor:
-        """Which outputs agree with their entries at smaller steps, and change there: bool, shape (m,).
+    def _taken(self, step: float, taken: list[Taken], vector: Tensor | None = None) -> Differences:
+        """The differences along a vector at a step in units of eps, which are added to those to repeat."""
+        measure = partial(self._differences, step * self._settings.eps, vector)
+        differences = measure()
+        taken.append((measure, checksum(differences.derivatives)))
+        return differences
 
-        Kinks within eps explain their errors at eps. An output that does not change there may be rounded.
+    def _is_next_to_kinks(self, analytical: Tensor, at_eps: Tensor, taken: list[Taken]) -> Tensor:
+        """Which outputs agree with their entries at a smaller step, and change there: bool, shape (m,).
+
+        Kinks within eps explain their errors at eps, of shape (m,), if errors of this size would show at the smaller
+        step. An output that does not change there may be rounded.
         """
         explained = torch.zeros_like(self._base, dtype=torch.bool)
-        for step in FINER_STEPS:
-            differences = self._differences(self._settings.eps * step)
+        for step in (FINER_STEP, *SMALLER_STEPS):
+            differences = self._taken(step, taken)
             error, allowed = self._compared(differences, analytical)
-            explained |= (error <= allowed) & (differences.size() > 2 * allowed)
+            explained |= (error <= allowed) & (allowed < at_eps) & (differences.size() > 2 * allowed)
         return explained
 
     def _compared(self, differences: Differences, analytical: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +154,7 @@ class EpsCertificate:
         return Differences(eps, moved[None], derivatives[None], torch.zeros_like(derivatives), rounding)
 
     def _entry_outside(
-        self, row: int, derivative: float, allowed: float, gradient: Tensor
+        self, row: int, derivative: float, allowed: float, gradient: Tensor, taken: list[Taken]
     ) -> tuple[Found | None, float]:
         """The entry outside the pattern that explains an output's derivative, if any, and the size of what it leaves.
 
@@ -154,10 +164,11 @@ class EpsCertificate:
         inside, outside = torch.zeros_like(self._vector), self._vector.clone()
         own = self._compression.columns[self._compression.entries_of_row(row)]
         inside[own], outside[own] = outside[own], 0.0
-        eps = self._settings.eps
-        rest = derivative - (self._differences(eps, inside).derivatives[0, row].item() if own.numel() else 0.0)
+        before = list(taken)
+        rest = derivative - (self._taken(1.0, taken, inside).derivatives[0, row].item() if own.numel() else 0.0)
         if abs(rest) <= allowed:
+            taken[:] = before  # a wrong value would not have been the same
             return None, 0.0
-        entry = entry_in_row(self._problem, self._settings, row, gradient, outside, eps, rest)
+        entry = entry_in_row(self._problem, self._settings, row, gradient, outside, self._settings.eps, rest)
         rest = abs(rest - entry.along(outside).item())
         return entry, max(entry.unresolved, rest if not rest <= allowed else 0.0)

@@ -421,7 +421,7 @@ def test_neighbors_closer_than_eps_are_measured_one_by_one() -> None:
     """Closest values 4.5e-10 apart: steps that do not swap them are so small that rounding hides errors below 6e-5."""
     report = fastgrad.check(lambda v: v.sort()[0], uniform(20_000, seed=4), engine="compressed")
     assert report.passed
-    assert report.evaluations <= 370
+    assert report.evaluations <= 380
     assert all(certificate.bound <= 1e-5 for certificate in report.certificates)
 
 
@@ -431,7 +431,7 @@ def test_what_no_step_resolves_to_the_tolerance_is_left_open() -> None:
     assert report.verdict == "undecided"
     assert report.undecided is not None
     assert 1e-5 < report.undecided < 1.3e-5
-    assert report.evaluations <= 930
+    assert report.evaluations <= 940
 
 
 def test_only_other_engines_decide_what_a_pattern_does_not_explain() -> None:
@@ -463,7 +463,7 @@ def test_many_directions_make_up_for_rounding_of_entries_in_large_outputs(missin
         assert report.passed
         assert "sums of entries" in report.certificates[0].method
         assert report.certificates[0].bound <= 1e-5
-        assert report.evaluations <= 210
+        assert report.evaluations <= 212
 
 
 @pytest.mark.parametrize("missing", [0.0, 3e-5])
