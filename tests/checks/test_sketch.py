@@ -843,3 +843,21 @@ def test_a_gradient_of_complex_outputs_that_is_wrong_for_real_grad_outputs(n: in
 
     x = torch.complex(normal(n).detach(), normal(n, seed=1).detach()).requires_grad_()
     assert fast(function(torch.sin, backward), x).passed == (not error)
+
+
+@pytest.mark.parametrize("n", [5, 34, 300])
+@pytest.mark.parametrize("x", [5.6, 7.6, 9.0])
+@pytest.mark.parametrize("forward", [False, True])
+def test_a_missing_term_in_single_precision_is_not_hidden_by_smaller_steps(n: int, x: float, forward: bool) -> None:
+    """Around a number that single precision has, the term changes at steps of eps, but not at an eighth of them."""
+    inputs = normal(n).detach()
+    inputs[n // 2] = torch.tensor(x).double()
+    modes = {"check_forward_ad": forward, "check_backward_ad": not forward}
+
+    def func(x: Tensor) -> Tensor:
+        missing = 1.88 * x[n // 2].detach().float().double()
+        return x.sin() + torch.nn.functional.pad(missing.reshape(1), (0, n - 1))
+
+    for seed in range(5):
+        report = fastgrad.check(func, inputs.clone().requires_grad_(), fast_mode=True, seed=seed, **modes)
+        assert not report.passed
