@@ -1,13 +1,14 @@
-"""Looks for entries outside a pattern at steps of exactly eps, where steps along random directions are larger.
+"""Looks for entries outside a pattern at steps of exactly eps.
 
 If inputs or outputs are large, rounding would dominate small steps along random directions. Larger ones average out a
-term of func that varies within eps. The entries in the pattern are measured at eps; here all others are.
+term of func that varies within eps, or it hides behind the noise of its output. The entries in the pattern are measured
+at eps; here all others are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -48,8 +49,8 @@ class EpsCertificate:
     numerical
         The numerical entries in the pattern: float64, shape (nnz,).
     is_needed
-        Whether steps along other directions exceeded eps because of large outputs, or other steps overruled an error at
-        eps. Large inputs are found here.
+        Whether steps along other directions exceeded eps because of large outputs, or left outputs unexplained. Large
+        inputs are found here.
     """
 
     def __init__(
@@ -66,9 +67,13 @@ class EpsCertificate:
         coordinates, eps = problem.coordinates(), settings.eps
         inputs = ((coordinates[one.slice], one.tensor.dtype, eps * one.step) for one in problem.inputs)
         self._is_needed = is_needed or any(exceeds_eps(*one) for one in inputs)
-        self._vector = direction(problem.n, settings.seed, EPS_DIRECTION, device=problem.device)
-        if compression.excluded_columns is not None:
-            self._vector.masked_fill_(compression.excluded_columns, 0.0)
+
+    @cached_property
+    def _vector(self) -> Tensor:
+        """The direction: float64, shape (n,)."""
+        vector = direction(self._problem.n, self._settings.seed, EPS_DIRECTION, device=self._problem.device)
+        fixed = self._compression.excluded_columns
+        return vector if fixed is None else vector.masked_fill_(fixed, 0.0)
 
     def explains(self, entries: Tensor) -> bool:
         """Whether the entries, float64 of shape (nnz,), are all that func has."""
