@@ -1,6 +1,7 @@
 """Types of the compiled module; the headers in csrc/ document it."""
 
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -351,6 +352,7 @@ def project_rows_(
     first_column: int,
 ) -> None: ...
 def runs_no_custom_code(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool: ...
+def running_call(thread: int, package: str, excluded: Sequence[str]) -> FrameType | None: ...
 def count_nodes(outputs: Sequence[Tensor], most: int) -> tuple[int, int]: ...
 def vjp(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], create_graph: bool

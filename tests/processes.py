@@ -6,6 +6,7 @@ with `python -c` in place of `run`.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
 import json
@@ -92,6 +93,7 @@ def run(code: str, imported: str = "torch", **variables: str) -> subprocess.Comp
 
 def _serve() -> None:
     importlib.import_module(sys.argv[1])
+    faulthandler.enable()  # a process that crashes writes where
     for line in sys.stdin:
         request = json.loads(line)
         if "number" in request:

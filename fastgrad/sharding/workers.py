@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-import sys
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastgrad.core import native
 from fastgrad.core.errors import PACKAGE
 from fastgrad.core.heartbeats import INTERVAL
 from fastgrad.core.ranks import RankError, RankFailure, Ranks, rank_failure, store_errors_as_rank_errors
@@ -281,7 +281,7 @@ class Workers(Ranks):
 
     def _is_well(self) -> bool:
         """Whether no call of func has taken far too long; called by the thread that sends heartbeats."""
-        now, call = time.monotonic(), _call_of_the_callers(self._main)
+        now, call = time.monotonic(), native.running_call(self._main, PACKAGE, _COMPILERS)
         if call is None or call is not self._call:
             self._call_began, self._call = now, call
         usual = 0.0 if self.problem is None else self.problem.seconds
@@ -296,16 +296,6 @@ class _Pickler(pickle.Pickler):
         if type(value) is Tensor and value.dtype in (torch.float64, torch.int64) and not value.requires_grad:
             return torch.from_numpy, (value.cpu().numpy(),)
         return NotImplemented
-
-
-def _call_of_the_callers(thread: int) -> FrameType | None:
-    """The frame of the call of func or backward that a thread runs; None if it runs neither or is compiling."""
-    frame, found = sys._current_frames().get(thread), None
-    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
-        if frame.f_code.co_filename.endswith(_COMPILERS):
-            return None
-        frame, found = frame.f_back, frame
-    return found
 
 
 def in_parts(items: Sequence[tuple[int, int]], seconds: float, ranks: int) -> Iterator[tuple[int, int]]:

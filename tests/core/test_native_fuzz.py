@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -310,6 +311,7 @@ class Scene:
             ),
             "runs_no_custom_code": (native.runs_no_custom_code, (graph, list(self.arguments))),
             "backward_streams": (native.backward_streams, (graph, list(self.arguments))),
+            "running_call": (native.running_call, (threading.get_ident(), "/", ["convert_frame.py"])),
             "is_plain_zero": (native.is_plain_zero, (v, v.clone())),
             "explained_sums": (
                 native.explained_sums,

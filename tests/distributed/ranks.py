@@ -56,7 +56,10 @@ def run_ranks(count: int, module: str, *arguments: str, err: str) -> None:
         end = time.monotonic() + 600.0
         while any(process.poll() is None for process in started):
             failed = [rank for rank, process in enumerate(started) if process.poll()]
-            assert not failed, f"rank {failed[0]}: {Path(f'{err}.{failed[0]}').read_text()[-4000:]}"
+            assert not failed, (
+                f"rank {failed[0]} has ended with exit code {started[failed[0]].returncode}: "
+                + Path(f"{err}.{failed[0]}").read_text()[-4000:]
+            )
             assert time.monotonic() < end, "the ranks did not end"
             time.sleep(0.05)
         assert not any(process.poll() for process in started)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -471,6 +473,20 @@ def runs_no_custom_code(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> 
 def count_nodes(outputs: Sequence[Tensor], most: int) -> tuple[int, int]:
     found = [is_custom_node(node) for _, node in zip(range(most), nodes_behind(outputs), strict=False)]
     return len(found), sum(found)
+
+
+def running_call(thread: int, package: str, excluded: Sequence[str]) -> FrameType | None:
+    """The frame of the outermost function that a thread runs above all files in `package`; None if it runs none.
+
+    Also None if the file of one of these functions ends with one of `excluded`. The compiled module does the same
+    without giving up the interpreter. Here, the thread may change its frames while they are read.
+    """
+    frame, found = sys._current_frames().get(thread), None
+    while frame is not None and not frame.f_code.co_filename.startswith(package):
+        if frame.f_code.co_filename.endswith(tuple(excluded)):
+            return None
+        frame, found = frame.f_back, frame
+    return found
 
 
 def backward_streams(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[int]:
