@@ -228,8 +228,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("largest_residuals", torch::wrap_pybind_function(&fastgrad::largest_residuals));
   module.def("largest_errors", torch::wrap_pybind_function(&fastgrad::largest_errors));
   module.def("project_rows_", torch::wrap_pybind_function_no_gil(&fastgrad::project_rows_));
-  module.def(
-      "running_call", &fastgrad::running_call, py::arg("thread"), py::arg("package"), py::arg("excluded"));
+  module.def("running_call", &fastgrad::running_call, py::arg("thread"), py::arg("package"), py::arg("excluded"));
   module.def("count_nodes", torch::wrap_pybind_function(&fastgrad::count_nodes));
   module.def("runs_no_custom_code", torch::wrap_pybind_function(&fastgrad::runs_no_custom_code));
   module.def("are_close", torch::wrap_pybind_function(&fastgrad::are_close));

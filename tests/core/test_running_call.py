@@ -11,15 +11,15 @@ from fastgrad.core import native
 HERE = str(Path(__file__))
 
 
-def in_thread(read: Callable[[int], None], between: Callable[[Callable[[], None]], None]) -> None:
-    """Calls read with the id of a thread that runs `between`, which must call its argument."""
+def while_a_thread_waits(read: Callable[[int], None]) -> None:
+    """Calls `read` with the id of a thread that runs a function of this file, and waits in it."""
     started, ended = threading.Event(), threading.Event()
 
     def wait() -> None:
         started.set()
         ended.wait()
 
-    thread = threading.Thread(target=between, args=(wait,))
+    thread = threading.Thread(target=wait)
     thread.start()
     started.wait()
     try:
@@ -30,20 +30,16 @@ def in_thread(read: Callable[[int], None], between: Callable[[Callable[[], None]
         thread.join()
 
 
-def outer(call: Callable[[], None]) -> None:
-    call()
-
-
 def test_without_a_package_it_is_the_outermost_call() -> None:
     seen = []
-    in_thread(lambda thread: seen.append(native.running_call(thread, "/nothing", [])), outer)
+    while_a_thread_waits(lambda thread: seen.append(native.running_call(thread, "/nothing", [])))
     assert seen[0] is not None
     assert seen[0].f_code.co_name == "_bootstrap"
 
 
 def test_a_thread_inside_a_package_runs_no_call() -> None:
     seen = []
-    in_thread(lambda thread: seen.append(native.running_call(thread, threading.__file__, [])), outer)
+    while_a_thread_waits(lambda thread: seen.append(native.running_call(thread, threading.__file__, [])))
     assert seen == [None]
 
 
@@ -53,7 +49,7 @@ def test_the_call_is_the_outermost_one_above_a_package() -> None:
     def read(thread: int) -> None:
         seen.extend(native.running_call(thread, HERE, []) for _ in range(2))
 
-    in_thread(read, outer)
+    while_a_thread_waits(read)
     assert seen[0] is not None
     assert seen[0] is seen[1]
     assert seen[0].f_code.co_filename == threading.__file__
@@ -65,5 +61,5 @@ def test_a_thread_that_does_not_exist_runs_nothing() -> None:
 
 def test_excluded_files_hide_a_call() -> None:
     seen = []
-    in_thread(lambda thread: seen.append(native.running_call(thread, HERE, ["threading.py"])), outer)
+    while_a_thread_waits(lambda thread: seen.append(native.running_call(thread, HERE, ["threading.py"])))
     assert seen == [None]
