@@ -121,9 +121,8 @@ def products_agree(check: SmallCheck) -> bool:
     """Compares JVPs with differences along random directions, output by output; returns whether all agree."""
     contradicted = 0.0  # the largest step at which JVPs disagree with differences that are not noisy
     for differences, weight, bound in differences_by_step(check):
-        if _products_agree(check, differences, weight, bound):
-            # Otherwise, rounding inside func may hide changes at the smaller step; the complete check looks for it.
-            return differences.step >= contradicted
+        if _products_agree(check, differences, weight, bound, contradicted):
+            return True
         if bool(differences.directions.isfinite().all()):  # otherwise, nothing was compared
             contradicted = max(contradicted, differences.step)
         if check.early is not None or check.jvp_varies or not check.domains_match:
@@ -131,8 +130,13 @@ def products_agree(check: SmallCheck) -> bool:
     return False
 
 
-def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor, bound: float) -> bool:
-    """Whether JVPs agree with differences and with each other; weight, bound: as from `differences_by_step`."""
+def _products_agree(
+    check: SmallCheck, differences: Derivatives, weight: Tensor, bound: float, contradicted: float = 0.0
+) -> bool:
+    """Whether JVPs agree with differences and with each other; weight, bound: as from `differences_by_step`.
+
+    contradicted: the step below which agreement does not count, because rounding inside func may hide changes there.
+    """
     settings = check.settings
     directions, earlier = differences.directions, check.tangents
     if not bool(directions.isfinite().all()):
@@ -165,6 +169,8 @@ def _products_agree(check: SmallCheck, differences: Derivatives, weight: Tensor,
     assert check.tangents is not None
     steps = len(check.tangents[2]) // len(made)
     if steps > 1 and differ(check.tangents[2], products.repeat(steps, 1), settings.atol, False):
+        return False
+    if differences.step < contradicted:
         return False
     check.dense_tangent = len(made)
     check.certificates.append(sums_certificate(sketch_size(settings.confidence), bound, differences.step, settings))

@@ -7,6 +7,7 @@ at eps; here all others are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property, partial
 
@@ -90,8 +91,6 @@ class EpsCertificate:
         taken: list[Taken] = []
         differences = self._taken(1.0, taken)
         error, allowed = self._compared(differences, analytical)
-        # Entries below atol are not wrong, and a component of the direction is at least 1/2.
-        allowed.clamp_(min=self._settings.atol / 2)
         wrong = ~(error <= allowed)
         if not bool(wrong.any()):
             return incomplete([])
@@ -104,7 +103,7 @@ class EpsCertificate:
             wrong &= ~self._is_next_to_kinks(analytical, error, smaller)
         rows = wrong.nonzero().reshape(-1)
         taken += smaller if rows.numel() else []
-        worst = rows[error[rows].nan_to_num(torch.inf).argsort(descending=True)]
+        worst = rows[error[rows].argsort(descending=True)]
         entries: list[Found] = []
         unexplained = 0.0
         for row in worst[:MAX_SUSPECTS].tolist():
@@ -139,12 +138,14 @@ class EpsCertificate:
         return explained
 
     def _compared(self, differences: Differences, analytical: Tensor) -> tuple[Tensor, Tensor]:
-        """Errors of derivatives along the direction, and what rounding explains: float64, shape (m,) each."""
+        """Errors of derivatives along the direction, infinite for NaN, and allowed ones: float64, shape (m,) each."""
         error = predicted(self._compression, differences.directions[0], analytical)
-        error.sub_(differences.derivatives[0]).abs_()
+        error.sub_(differences.derivatives[0]).abs_().nan_to_num_(torch.inf)  # func may be undefined at this distance
         if self._compression.excluded_rows is not None:
             error.masked_fill_(self._compression.excluded_rows, 0.0)
-        return error, self._base.abs().mul_(OUTPUT_ROUNDING * differences.rounding)
+        # Entries below atol are not wrong, and a component of the direction is at least 1/2.
+        rounding = self._base.abs().mul_(OUTPUT_ROUNDING * differences.rounding)
+        return error, rounding.clamp_(min=self._settings.atol / 2)
 
     def _differences(self, eps: float, vector: Tensor | None = None) -> Differences:
         """Central differences along a vector, by default the direction; steps are not larger for large inputs."""
@@ -169,11 +170,13 @@ class EpsCertificate:
         inside, outside = torch.zeros_like(self._vector), self._vector.clone()
         own = self._compression.columns[self._compression.entries_of_row(row)]
         inside[own], outside[own] = outside[own], 0.0
-        before = list(taken)
-        rest = derivative - (self._taken(1.0, taken, inside).derivatives[0, row].item() if own.numel() else 0.0)
-        if abs(rest) <= allowed:
-            taken[:] = before  # a wrong value would not have been the same
+        again: list[Taken] = []
+        rest = derivative - (self._taken(1.0, again, inside).derivatives[0, row].item() if own.numel() else 0.0)
+        if abs(rest) <= allowed:  # a value that is wrong once would not have been the same
             return None, 0.0
+        taken += again
         entry = entry_in_row(self._problem, self._settings, row, gradient, outside, self._settings.eps, rest)
         rest = abs(rest - entry.along(outside).item())
-        return entry, max(entry.unresolved, rest if not rest <= allowed else 0.0)
+        if rest <= allowed:
+            return entry, entry.unresolved
+        return entry, math.inf if math.isnan(rest) else max(entry.unresolved, rest)
