@@ -50,6 +50,7 @@ from fastgrad.verdict.grad_outputs import (
     check_undefined_tangents,
     check_zero_grad_output,
 )
+from fastgrad.verdict.modes import modes_failure
 from fastgrad.verdict.recording import check_new_grad_outputs, check_recorded_gradients, moves_on_one_graph
 from fastgrad.verdict.repeated_calls import RepeatedCalls
 from fastgrad.verdict.repeated_rows import nondeterministic, nondeterministic_func
@@ -223,6 +224,8 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
             failure = check_new_grad_outputs(problem, settings, backward)
     if failure is None and settings.check_forward_ad:
         failure = _forward_failure(problem, settings, findings)
+        if failure is None and settings.check_backward_ad and problem.has_graph:
+            failure = modes_failure(problem, settings, findings)
     elif failure is not None and failure.kind in ("mismatch", "nonlinear") and failure.mode == "forward":
         # If values are wrong in some calls only, report that calls differ, which is the cause.
         failure = _varying_tangents(problem, settings, findings) or failure

@@ -133,9 +133,10 @@ def _tangents_agree(check: SmallCheck) -> bool:
     if not check.settings.check_forward_ad:
         return True
     # imported here to keep `import fastgrad` fast
-    from fastgrad.checks.small_forward import columns_agree, products_or_columns_agree
+    from fastgrad.checks.small_forward import columns_agree, products_or_columns_agree, same_as_reverse
 
-    return (products_or_columns_agree if sketches(check.problem, check.settings) else columns_agree)(check)
+    agree = products_or_columns_agree if sketches(check.problem, check.settings) else columns_agree
+    return agree(check) and (not check.settings.check_backward_ad or same_as_reverse(check))
 
 
 def _other_checks_pass(check: SmallCheck) -> bool:

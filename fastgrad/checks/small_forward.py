@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from fastgrad.checks.one_block import product_at_hand
 from fastgrad.checks.small_calls import compared_columns, numerical_columns, outputs_repeat
 from fastgrad.checks.small_result import Errors, SmallCheck
 from fastgrad.checks.small_steps import (
@@ -23,6 +24,7 @@ from fastgrad.core.precision import ROUNDING
 from fastgrad.core.tensors import differ, largest
 from fastgrad.engines.plan import compares_undecided_entries, sketch_size
 from fastgrad.report.data import Certificate
+from fastgrad.verdict.modes import modes_agree
 from fastgrad.verdict.tangents import LINEAR_JVP, combined_tangents, sums_certificate, tangent_directions
 
 BATCH_SCALES = torch.tensor([1.0, -2.0], dtype=torch.float64)
@@ -175,6 +177,16 @@ def _products_agree(
     check.dense_tangent = len(made)
     check.certificates.append(sums_certificate(sketch_size(settings.confidence), bound, differences.step, settings))
     return True
+
+
+@phase("comparison")
+def same_as_reverse(check: SmallCheck) -> bool:
+    """Whether forward and reverse mode give the same products; both have passed."""
+    problem, settings, backward = check.problem, check.settings, check.backward
+    vjps = check.products if backward is None else product_at_hand(problem, settings, backward)[:2]
+    assert vjps is not None
+    assert check.tangents is not None
+    return modes_agree(settings, problem.unit_roundoff, vjps, (check.tangents[0], check.tangents[2]))
 
 
 @phase("batched tangents")

@@ -44,6 +44,12 @@ def direction(
     return out
 
 
+def dense_pair(n: int, m: int, seed: int, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A random u in R^n and a random v in R^m, for v^T J u; each number gives other ones."""
+    stream = DUALITY_STREAM + 16 * (2 * number)
+    return direction(n, seed, stream, device=device), direction(m, seed, stream + 16, device=device)
+
+
 def uniform(size: int, seed: int, stream: int, first: int = 0, device: torch.device = CPU) -> Tensor:
     """Random numbers, uniform in [-1, 1): float64, shape (size,)."""
     return direction(size, seed, stream, first, device=device).abs_().sub_(1.0).mul_(2.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgrad.core.errors import raise_unless_of_func, warn
 from fastgrad.core.precision import ROUNDING
-from fastgrad.core.random import DUALITY_STREAM, direction
+from fastgrad.core.random import dense_pair
 from fastgrad.problem.arguments import as_tuple
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.coordinates import Block, restricted
@@ -281,7 +281,7 @@ def adjoint(problem: Problem, trials: int, rtol: float | None, seed: int) -> Adj
         3, trials, len(outputs), len(inputs), dtype=torch.float64, device="cpu"
     ).unbind()
     for trial in range(trials):
-        u, v = _pair(problem, seed, trial)
+        u, v = dense_pair(problem.n, problem.m, seed, trial, problem.device)
         size[trial] = least * (_sums(v.abs(), outputs)[:, None] + _sums(u.abs(), inputs))
         for b, block in enumerate(inputs):
             terms = problem.jvp_coordinates(restricted(u, block)).mul_(v)
@@ -306,7 +306,7 @@ def _sums(values: Tensor, blocks: Sequence[Block]) -> Tensor:
 
 def taylor(problem: Problem, mode: Literal["reverse", "forward"], seed: int) -> TaylorTest:
     """`taylor_test` for a problem: 20 evaluations, and one VJP or JVP."""
-    u, v = _pair(problem, seed, 0)
+    u, v = dense_pair(problem.n, problem.m, seed, 0, problem.device)
     # Inputs move by h times `unit`: by h |u|, relative to max(|x|, 1).
     x = problem.coordinates().abs().clamp(min=1.0)
     unit = u * x
@@ -381,10 +381,3 @@ def _rate(
     mean_h, mean_r = (sum(values) / len(usable) for values in zip(*usable, strict=True))
     covariance = math.fsum((h - mean_h) * (r - mean_r) for h, r in usable)
     return covariance / math.fsum((h - mean_h) ** 2 for h, _ in usable)
-
-
-def _pair(problem: Problem, seed: int, number: int) -> tuple[Tensor, Tensor]:
-    """A random u in R^n and a random v in R^m: float64."""
-    u = direction(problem.n, seed, DUALITY_STREAM + 16 * (2 * number))
-    v = direction(problem.m, seed, DUALITY_STREAM + 16 * (2 * number + 1))
-    return u.to(problem.device), v.to(problem.device)

@@ -103,16 +103,18 @@ class EpsCertificate:
             wrong &= ~self._is_next_to_kinks(analytical, error, smaller)
         rows = wrong.nonzero().reshape(-1)
         taken += smaller if rows.numel() else []
-        worst = rows[error[rows].argsort(descending=True)]
+        worst = rows[error[rows].argsort(descending=True)].tolist()
         entries: list[Found] = []
         unexplained = 0.0
-        for row in worst[:MAX_SUSPECTS].tolist():
+        for row in worst[:MAX_SUSPECTS]:
             own = differences.derivatives[0, row].item(), allowed[row].item()
             entry, rest = self._entry_outside(row, *own, row_of(row), taken)
             if entry is not None and entry.remeasured is not None:
                 return located_failure([entry])
             unexplained = max(unexplained, rest)
             entries += [] if entry is None else [entry]
+        if not entries and len(worst) > MAX_SUSPECTS:  # with more entries, the other outputs are compared again
+            unexplained = max(unexplained, error[worst[MAX_SUSPECTS]].item())
         note_changes(self._problem, self._settings, self._base, taken)
         learnt = [(np.full(len(entry.columns), entry.row), np.array(entry.columns)) for entry in entries]
         return incomplete(learnt, unexplained=unexplained or None)
