@@ -14,6 +14,7 @@ from torch import Tensor
 from fastgrad.core import native
 from fastgrad.core.errors import raise_if_transient, text_of, unless_rejected
 from fastgrad.core.memory import Result
+from fastgrad.core.precision import LOWER
 from fastgrad.core.random import RandomState
 from fastgrad.lowprecision.rounding import Arithmetic, largest_number, smallest_subnormal, unit_roundoff
 from fastgrad.problem.arguments import as_tuple
@@ -108,8 +109,6 @@ class Products:
     ----------
     values
         The outputs of the reference: float64, shape (m,).
-    dtypes
-        The dtypes of these outputs, as the reference returned them.
     inputs, outputs
         The coordinates of the problem.
     vectorizes
@@ -130,7 +129,12 @@ class Products:
         self._graph = comparable(reference.name, partial(self._run, self._leaves))
         if not any(output.requires_grad for output in self._graph):
             raise IncomparableError(f"no output of {reference.name} requires grad")
-        self.dtypes = [output.dtype for output in self._graph]
+        for output, block in zip(self._graph, problem.outputs, strict=True):
+            dtype = output.dtype
+            if not 2 * unit_roundoff(dtype) < unit_roundoff(block.tensor.dtype) and dtype in LOWER:
+                # A lower dtype that is not finer than that of func's output.
+                name = str(dtype).removeprefix("torch.")
+                raise IncomparableError(f"{reference.name} returns {name} even for inputs in double precision")
         self.values = self._flat(self._graph)
         graph = tuple(output for output in self._graph if output.requires_grad)
         self.vectorizes = native.runs_no_custom_code(graph, self._leaves) and self._tries_batch()
