@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgrad.core.native import Layout
+from fastgrad.core.precision import number_of
 from fastgrad.lowprecision import allowance
 from fastgrad.lowprecision.probes import LAYOUTS, Probes
 from fastgrad.lowprecision.reference import Products
@@ -168,8 +169,9 @@ class Comparison:
         self.draws = 2 * allowance.DRAWS + 1 + allowance.SECOND_DRAWS + 1
         return allowance.second_spread(self.products, cotangents, exact, self.dtype)
 
-    def entry(self, probe: int, coordinate: int) -> RoundedEntry:
-        """One component of one VJP, for a report."""
+    def entry_at(self, largest: Tensor) -> RoundedEntry:
+        """The component of a VJP at the first largest element of values or of a mask, shape (count, n)."""
+        probe, coordinate = divmod(int(largest.to(torch.float64).argmax()), largest.shape[1])
         block = block_with(self.problem.inputs, coordinate)
         found, exact = (_element(vectors[probe], coordinate, block) for vectors in (self.low, self.exact))
         row, limit = int(self.probes.rows[probe]), float(self.limit[probe, coordinate])
@@ -266,7 +268,5 @@ def rounded_entry(
 
 def _element(vector: Tensor, coordinate: int, block: Block) -> complex:
     """The element to which a coordinate belongs; a float if the block is real."""
-    if not block.is_complex:
-        return float(vector[coordinate])
-    first = coordinate - (coordinate - block.first) % 2
-    return complex(float(vector[first]), float(vector[first + 1]))
+    first = coordinate - (coordinate - block.first) % block.width
+    return number_of(vector[first : first + block.width].tolist())

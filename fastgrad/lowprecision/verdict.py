@@ -177,10 +177,10 @@ def _forwards_differ(comparison: Comparison, coordinate: int, ratio: float, outc
 def _judge_overflows(comparison: Comparison, outcome: Outcome) -> None:
     own, explained = comparison.overflows()
     if bool(own.any()):
-        outcome.fail("not finite", comparison.entry(*_first(own)), wrong=int(own.sum()))
+        outcome.fail("not finite", comparison.entry_at(own), wrong=int(own.sum()))
     elif bool(explained.any()):
         outcome.note(
-            worst=comparison.entry(*_first(explained)),
+            worst=comparison.entry_at(explained),
             undecided=f"the gradients are not finite in {count(int(explained.sum()), 'entry')}, and those of the "
             "reference are not finite either if every result is rounded to the dtype: an intermediate result leaves "
             "the dtype's range",
@@ -200,26 +200,21 @@ def _look_again(comparison: Comparison, outcome: Outcome) -> None:
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
 
 
-def _first(mask: Tensor) -> tuple[int, int]:
-    probe, coordinate = mask.nonzero()[0].tolist()
-    return probe, coordinate
-
-
 def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
     problem, products, probes = comparison.problem, comparison.products, comparison.probes
     ratio = comparison.ratio()
     single = (probes.rows >= 0).to(ratio.device).unsqueeze(1)
     wrong = ratio > 1
     if not bool(wrong.any()):
-        outcome.note(worst=comparison.entry(*_place(ratio)))
+        outcome.note(worst=comparison.entry_at(ratio))
         return
     rows = wrong & single
     if bool(rows.any()):
-        entry = comparison.entry(*_place(torch.where(rows, ratio, 0.0)))
+        entry = comparison.entry_at(torch.where(rows, ratio, 0.0))
         outcome.fail("beyond rounding", entry, wrong=int(rows.sum()))
         outcome.causes = causes_of(comparison.low[rows], comparison.exact[rows])
         return
-    worst = comparison.entry(*_place(ratio))
+    worst = comparison.entry_at(ratio)
     outcome.note(worst=worst, wrong=int(wrong.sum()))
     outcome.causes = causes_of(comparison.low[wrong], comparison.exact[wrong])
     if _special_grad_output(comparison, wrong, worst, outcome):
@@ -236,7 +231,7 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
         alone.look_again()
         found = alone.ratio()
         if bool((found > 1).any()):
-            outcome.fail("beyond rounding", alone.entry(*_place(found)))
+            outcome.fail("beyond rounding", alone.entry_at(found))
             return
     if float(ratio.max()) <= MAX_OF_SUMS:
         # Rounding within sums has no common sign: an error that all entries have in common is not explained by it.
@@ -254,10 +249,6 @@ def _judge_entries(comparison: Comparison, outcome: Outcome) -> None:
         worst,
         "the error is in the gradient of a sum over outputs, not in a row that was compared alone",
     )
-
-
-def _place(ratio: Tensor) -> tuple[int, int]:
-    return divmod(int(ratio.argmax()), ratio.shape[1])
 
 
 def _special_grad_output(comparison: Comparison, wrong: Tensor, worst: RoundedEntry, outcome: Outcome) -> bool:
@@ -336,7 +327,7 @@ def _judge_beyond_range(comparison: Comparison, outcome: Outcome) -> None:
     wrong = comparison.wrong_beyond_range()
     if bool(wrong.any()):
         outcome.note(
-            worst=comparison.entry(*_first(wrong)),
+            worst=comparison.entry_at(wrong),
             undecided=f"the gradients are too small, or of the wrong sign, in {count(int(wrong.sum()), 'entry')} where "
             "the reference is outside the dtype's range: they are wrong, or an intermediate result leaves the range",
             remedy=_SMALLER_OR_WIDER,
