@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -276,23 +276,23 @@ def _points(problem: Problem, one: Combination, whole: Tensor) -> tuple[int, Num
 def _fits(per_halving: int, points: Numbers) -> list[Fit]:
     """Fits of one, two and three odd powers to windows of steps; uncertainties include changes between neighbors."""
     steps = points[0]
-    raw: dict[tuple[int, int], tuple[float, float, float]] = {}
+    raw: dict[tuple[int, int], Fit] = {}
     tops = list(range(0, len(steps), max(1, per_halving // 2)))
     for place, top in enumerate(tops):
         inside = (steps <= steps[top] * 1.001) & (steps >= steps[top] / WINDOW * 0.999)
         for terms in (1, 2, 3):
             if inside.sum() >= terms + 3:
-                raw[place, terms] = (*_fit([row[inside] for row in points], terms), steps[top])
+                raw[place, terms] = _fit([row[inside] for row in points], terms)
     fits = []
-    for (place, terms), (error, uncertainty, largest) in raw.items():
+    for (place, terms), fit in raw.items():
         around = [(place + 1, terms), (place - 1, terms), (place, terms + 1), (place, terms - 1)]
-        changes = [abs(raw[key][0] - error) for key in around if key in raw]
+        changes = [abs(raw[key].error - fit.error) for key in around if key in raw]
         if len(changes) >= 2:
-            fits.append(Fit(largest, error, uncertainty + max(changes)))
+            fits.append(replace(fit, uncertainty=fit.uncertainty + max(changes)))
     return fits
 
 
-def _fit(points: Sequence[Numbers], terms: int) -> tuple[float, float]:
+def _fit(points: Sequence[Numbers], terms: int) -> Fit:
     """The coefficient of t in a fitted odd polynomial, and its uncertainty: from rounding, scatter and a kink."""
     steps, odd, even, random, systematic = points
     top = steps.max()
@@ -311,4 +311,5 @@ def _fit(points: Sequence[Numbers], terms: int) -> tuple[float, float]:
     kinked = np.stack([steps / top, *[(steps / top) ** (2 * k) for k in range(1, terms + 1)]], 1)
     solve = np.linalg.pinv(kinked * weight[:, None]) * weight
     kink = abs((solve @ even)[0]) / top
-    return float(found[0] / top), float(STANDARD_ERRORS * max(by_model, by_scatter) + bias + kink)
+    uncertainty = STANDARD_ERRORS * max(by_model, by_scatter) + bias + kink
+    return Fit(float(top), float(found[0] / top), float(uncertainty))
