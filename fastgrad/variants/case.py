@@ -112,10 +112,6 @@ class Subject:
             change(x.detach()).requires_grad_(x.requires_grad) if i in chosen else x for i, x in enumerate(self.inputs)
         )
 
-    def tensors(self) -> list[Tensor]:
-        """The values of the checked inputs."""
-        return [self.inputs[i].detach() for i in self.checked]
-
     def of_checked(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         """A function of the checked inputs only; the others come from arguments."""
 

@@ -9,13 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from fastgrad.api.checkers import check, default_keywords
 from fastgrad.api.settings import pop_per_input, settings_of, with_precision
 from fastgrad.core import native, torch_private
 from fastgrad.core.errors import is_of_fastgrad
-from fastgrad.problem.arguments import FlatFunction, flatten
+from fastgrad.problem.arguments import FlatFunction
 from fastgrad.problem.caller_state import SavedState, restores_caller_state
 from fastgrad.problem.signature import function_name
 from fastgrad.problem.transforms import reject_transformed
@@ -260,12 +258,13 @@ def _of_exception(variant: Variant, subject: Subject, case: Case, error: Excepti
     # func may also raise next to the point: at zero, -eps may be outside its domain.
     if variant.is_elsewhere and is_of_func:
         return Outcome("not applicable", f"func raises {text}")
-    found: list[tuple[str, Tensor]] = []
     try:
-        flatten(case.func(*case.inputs), "result", lambda tensor: tensor.requires_grad, found)
+        results = tensors_of(case.func(*case.inputs))
     except Exception as own:
         return Outcome("not applicable", f"func raises {_first_line(own)}")
-    if variant.is_elsewhere and not found:  # for example, an empty tuple for an empty tensor
+    if variant.is_elsewhere and not any(
+        value.requires_grad for value in results
+    ):  # for example, an empty tuple for an empty tensor
         return Outcome("not applicable", "no output requires grad")
     return Outcome("raised", text)
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from fastgrad.core import native
+from fastgrad.core import native, torch_private
 from fastgrad.variants import layouts
 from fastgrad.variants.case import MAX_ALONE, Case, NotApplicableError, Outcome, Subject, Variant, as_given, tensors_of
 
@@ -19,15 +18,14 @@ from fastgrad.variants.case import MAX_ALONE, Case, NotApplicableError, Outcome,
 def _reverse_over_forward(subject: Subject) -> Case:
     """The JVP along a random direction as a function of the inputs: its gradient is reverse over forward mode."""
     generator = torch.Generator().manual_seed(subject.seed)
-    tangents = tuple(
-        torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor) for tensor in subject.tensors()
-    )
+    checked = {i: subject.inputs[i] for i in subject.checked}
+    tangents = {i: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for i, x in checked.items()}
 
     def pushed(*arguments: Any) -> Any:
-        pairs = zip(subject.checked, tangents, strict=True)
-        duals = (make_dual(arguments[i], tangent) for i, tangent in pairs)  # type: ignore[no-untyped-call]
-        results = map(unpack_dual, tensors_of(subject.of_checked(arguments)(*duals)))
-        return tuple(torch.zeros_like(one.primal) if one.tangent is None else one.tangent for one in results)
+        duals = (torch_private.make_dual(arguments[i], tangent) for i, tangent in tangents.items())
+        results = tensors_of(subject.of_checked(arguments)(*duals))
+        pairs = ((result, torch_private.tangent_of(result)) for result in results)
+        return tuple(torch.zeros_like(result) if tangent is None else tangent for result, tangent in pairs)
 
     return Case(lambda *arguments: native.at_dual_level(partial(pushed, *arguments)), subject.inputs)
 

@@ -91,25 +91,22 @@ def _many(dim: int) -> Callable[[Subject], Case]:
         if not size or sum(subject.given[i].numel() for i in chosen) // size * MANY > MAX_ELEMENTS:
             raise NotApplicableError("the inputs are empty or would be too large")
         positions = torch.arange(MANY) % size
+        repeated = subject.with_changed(lambda x: x.index_select(dim, positions.to(x.device)), chosen)
         checked = chosen & set(subject.checked)
         for spread in SPREADS:
             generator = torch.Generator().manual_seed(subject.seed)
-
-            def repeated(x: Tensor) -> Tensor:
-                return x.index_select(dim, positions.to(x.device))
-
-            def varied(x: Tensor, spread: float = spread, generator: torch.Generator = generator) -> Tensor:
-                rows = repeated(x)
-                factors = 1 + spread * torch.rand(rows.shape, generator=generator, dtype=torch.float64)
-                return rows * factors.to(x.device, x.dtype.to_real())
-
-            pairs = zip(subject.with_changed(varied, checked), subject.with_changed(repeated, chosen), strict=True)
-            inputs = tuple(pair[0] if i in checked else pair[1] for i, pair in enumerate(pairs))
+            inputs = tuple(_varied(x, spread, generator) if i in checked else x for i, x in enumerate(repeated))
             if is_finite(subject.func, inputs, MAX_ELEMENTS):
                 return Case(subject.func, inputs, {"fast_mode": True})
         raise NotApplicableError("func raises or is not finite for these inputs, or its results are too large")
 
     return make
+
+
+def _varied(x: Tensor, spread: float, generator: torch.Generator) -> Tensor:
+    """A leaf with values next to those of x: each is larger (or smaller) by a random share of at most |spread|."""
+    factors = 1 + spread * torch.rand(x.shape, generator=generator, dtype=torch.float64)
+    return (x.detach() * factors.to(x.device, x.dtype.to_real())).requires_grad_()
 
 
 def _same_twice(subject: Subject) -> Case:
