@@ -443,21 +443,20 @@ def key_phrase(report: ReportData, failure: Failure) -> str:
         )
     side = "inputs" if forward else "outputs"
     part = "" if failure.part == "all" else f"While considering the {failure.part} part of complex {side} only, "
-    mode, batched = "computed with forward mode " if forward else "", _batched_note(failure)
+    mode, terms = "computed with forward mode " if forward else "", _terms(report, failure)
+    batched = _batched_note(failure, terms["derivative"], terms["vector"])
     own = {"number": str(failure.output), "part": part, "mode": mode, "batched": batched}
-    return _PHRASES[failure.kind].format(output=output, input=input_, **own, **_terms(report, failure))
+    return _PHRASES[failure.kind].format(output=output, input=input_, **own, **terms)
 
 
-def _batched_note(failure: Failure) -> str:
+def _batched_note(failure: Failure, what: str, vector: str) -> str:
     who, keyword, suffix = "gradcheck or gradgradcheck", "check_batched_grad", ""
-    what, vectors = "backward", "grad_outputs"
     if failure.mode == "forward":
         who, keyword, suffix = "gradcheck", "check_batched_forward_grad", " with forward-mode AD"
-        what, vectors = "jvp", "tangents"
     ending = "and raised" if failure.kind == "batched raises" else f"and compared with the {what} of each of them"
     return (
         f"{who} failed while testing batched gradient computation{suffix}: the {what} was run under vmap with two "
-        f"{vectors}, {ending}. The usual cause is a {what} that calls .item(), "
+        f"{vector}s, {ending}. The usual cause is a {what} that calls .item(), "
         f"branches on values, writes in place or depends on sizes. {keyword}=False disables this test."
     )
 
