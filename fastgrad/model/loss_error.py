@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
 from typing import Any, TypeVar
 
 import torch
@@ -237,22 +236,23 @@ class LossErrorExperiments:
         recorder, _ = self._record()
         hooks, saved = recorder.hooks.changed(), recorder.saved.changed()
         numbers = frozenset(one.number for one in saved)
-        restored = self._record(kept_saved=numbers)[1] if saved else None
         behind = set(wrong or range(len(self.step.parameters)))
         detached = [cut for cut in _unintended(recorder) if behind & set(recorder.parameters_of(cut.parameters))]
-        muted = self._record(mutes_hooks=True)[1] if hooks else None
-        both = self._record(mutes_hooks=True, kept_saved=numbers)[1] if hooks and saved else None
         held = self._while_held(detached, lambda: self.whole.along(along.vectors)) if detached else None
-        present = [name for name, there in (("hook", hooks), ("saved", saved), ("cut", held)) if there]
-        explained: tuple[str, ...] = ()
-        for some in (some for size in (1, 2, 3) for some in combinations(present, size)):
-            gradients = {("hook",): muted, ("saved",): restored, ("hook", "saved"): both}.get(
-                tuple(one for one in some if one != "cut"), self.whole.gradients
-            )
-            base = held if "cut" in some and held is not None else along
-            if gradients is not None and self.whole.compared(base, gradients).agrees:
-                explained = some
-                break
+        gradients: dict[tuple[str, ...], Gradients] = {(): self.whole.gradients}
+        if hooks:
+            gradients["hook",] = self._record(mutes_hooks=True)[1]
+        if saved:
+            gradients["saved",] = self._record(kept_saved=numbers)[1]
+        if hooks and saved:
+            gradients["hook", "saved"] = self._record(mutes_hooks=True, kept_saved=numbers)[1]
+        derivatives: dict[tuple[str, ...], DirectionalComparison] = {(): along}
+        if held is not None:
+            derivatives["cut",] = held
+        pairs = [(g, d) for d in derivatives for g in gradients if g + d]
+        pairs.sort(key=lambda pair: len(pair[0] + pair[1]))  # the fewest reasons that explain the error
+        agree = (g + d for g, d in pairs if self.whole.compared(derivatives[d], gradients[g]).agrees)
+        explained: tuple[str, ...] = next(agree, ())
         error = abs(along.analytical - along.numerical) / along.size if along.size else 1.0
         if "hook" in explained:
             self._add_hooks(hooks, names, error)

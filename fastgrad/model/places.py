@@ -64,9 +64,12 @@ class Places:
         if self._path and self.is_own_thread():
             self._path.pop()
 
+    @hidden_from_dynamo
     def site(self) -> Site:
-        """The current place in the model."""
-        return Site(self._path[-1][0] if self._path else "", caller())
+        """The current module, and the line of the innermost frame that is neither torch's nor fastgrad's."""
+        frame = _user_frame()
+        source = "" if frame is None else f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        return Site(self._path[-1][0] if self._path else "", source)
 
     def text(self) -> str:
         site = self.site()
@@ -97,13 +100,6 @@ def _user_frame() -> FrameType | None:
         if not file.startswith((PACKAGE, _TORCH, "<frozen")):
             return frame
     return None
-
-
-@hidden_from_dynamo
-def caller() -> str:
-    """File and line of the innermost frame that is neither torch's nor fastgrad's; empty if there is none."""
-    frame = _user_frame()
-    return "" if frame is None else f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def short(file: str) -> str:
