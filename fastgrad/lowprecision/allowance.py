@@ -77,8 +77,7 @@ def spread_of(products: Products, cotangents: Tensor, exact: Tensor, dtype: torc
         _mean_square(products, cotangents, exact, inputs, [Arithmetic(dtype, _SEED + i) for i in range(DRAWS)])
         for inputs in ("nothing", "each")
     )
-    values, gradients = products.draw(Arithmetic(dtype, None), cotangents, "nothing")
-    rounded = products.outputs.moduli(values - products.values), products.inputs.moduli(gradients - exact)
+    rounded = _errors(products, cotangents, exact, "nothing", Arithmetic(dtype, None))
     of_values, of_products = (
         torch.maximum(torch.maximum(first, second), third.nan_to_num(nan=0.0, posinf=0.0))
         for first, second, third in zip(plain, moved, rounded, strict=True)
@@ -93,22 +92,27 @@ def second_spread(products: Products, cotangents: Tensor, exact: Tensor, dtype: 
     """
     draws = [Arithmetic(dtype, _SECOND_SEED + i, decomposes=True) for i in range(SECOND_DRAWS)]
     of_values, of_products = _mean_square(products, cotangents, exact, "relative to the largest", draws)
-    values, gradients = with_underflow(products, cotangents, dtype)
-    return (
-        torch.maximum(of_values, products.outputs.moduli(values - products.values)),
-        torch.maximum(of_products, products.inputs.moduli(gradients - exact)),
-    )
+    underflow = _errors(products, cotangents, exact, "nothing", Underflow(dtype))
+    return torch.maximum(of_values, underflow[0]), torch.maximum(of_products, underflow[1])
 
 
-def with_underflow(products: Products, cotangents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The outputs, shape (m,), and VJPs, shape (count, n), if every result that may underflow is zero."""
-    return products.draw(Underflow(dtype), cotangents, "nothing")
+def with_underflow(products: Products, cotangents: Tensor, dtype: torch.dtype) -> Tensor:
+    """The VJPs, shape (count, n), if every result that may underflow is zero."""
+    return products.draw(Underflow(dtype), cotangents, "nothing")[1]
 
 
 def plain_draws(products: Products, cotangents: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yields the VJPs of the `DRAWS` runs of `spread_of` at the given inputs again: shape (count, n)."""
     for number in range(DRAWS):
         yield products.draw(Arithmetic(dtype, _SEED + number), cotangents, "nothing")[1]
+
+
+def _errors(
+    products: Products, cotangents: Tensor, exact: Tensor, inputs: Perturbed, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """Moduli of the differences in one run: of outputs, shape (m,), and of VJPs, shape (count, n)."""
+    values, gradients = products.draw(arithmetic, cotangents, inputs)
+    return products.outputs.moduli(values - products.values), products.inputs.moduli(gradients - exact)
 
 
 def _mean_square(
@@ -120,9 +124,8 @@ def _mean_square(
     """
     found = [(torch.zeros_like(one), torch.zeros_like(one)) for one in (products.values, exact)]
     for arithmetic in draws:
-        values, gradients = products.draw(arithmetic, cotangents, inputs)
-        moduli = products.outputs.moduli(values - products.values), products.inputs.moduli(gradients - exact)
-        for (total, number), one in zip(found, moduli, strict=True):
+        errors = _errors(products, cotangents, exact, inputs, arithmetic)
+        for (total, number), one in zip(found, errors, strict=True):
             squares = one.square()
             total += torch.where(squares.isfinite(), squares, 0.0)
             number += squares.isfinite()

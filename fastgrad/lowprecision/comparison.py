@@ -211,7 +211,7 @@ class Comparison:
                 squares[one.block.index] += one.error**2 / allowance.DRAWS
         found = [_allowing(one, squares[one.block.index] ** 0.5) for one in found]
         if any(one.is_excessive for one in found):
-            _, gradients = allowance.with_underflow(self.products, cotangents, self.dtype)
+            gradients = allowance.with_underflow(self.products, cotangents, self.dtype)
             common = {one.block.index: one.error for one in self._common(gradients - self.exact[: len(gradients)])}
             found = [_allowing(one, abs(common.get(one.block.index, 0.0))) for one in found]
         return found
