@@ -138,7 +138,9 @@ def _add_what_to_check(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--variants", action="store_true", help="check other points, layouts, orders and modes too")
     parser.add_argument("--compiled", action="store_true", help="with --variants: also under torch.compile")
-    parser.add_argument("--fast", action="store_true", help="compare random combinations of the entries")
+    parser.add_argument(
+        "--fast", dest="fast_mode", action="store_true", help="compare random combinations of the entries"
+    )
     parser.add_argument("--batched", action="store_true", help="also check gradients under vmap")
     parser.add_argument("--no-undefined-grad", action="store_true", help="do not check undefined grad_outputs")
     for name in ("eps", "atol", "rtol"):
@@ -245,7 +247,9 @@ def _checked(options: argparse.Namespace) -> int:
                 report = run()
         except (Exception, SystemExit) as raised:  # there is no verdict: func raised, or arguments are invalid
             error = raised
-            _print_exception(options, name, error)
+            print(f"fastgrad check: {name} of {options.function} raised {text_of(error)}", file=sys.stderr)
+            if options.traceback:
+                traceback.print_exception(error)
         documents.append(_document(name, report, error))
         code = max(code, 2 if report is None else _CODES[report.verdict])
         if report is not None:
@@ -273,7 +277,7 @@ def _checks(options: argparse.Namespace, call: dict[str, Any]) -> list[tuple[str
 
 def _reject_options(options: argparse.Namespace) -> None:
     """Raises a SpecError if options exclude each other, one needs another, or the path of the HTML page is unusable."""
-    if options.engine == "sketch" and not options.fast:
+    if options.engine == "sketch" and not options.fast_mode:
         raise specs.SpecError("--engine sketch needs --fast, because it compares sums of entries")
     if options.html is not None and not options.html.parent.is_dir():
         raise specs.SpecError(f"there is no directory {options.html.parent} for the HTML page")
@@ -292,12 +296,6 @@ def _reject_options(options: argparse.Namespace) -> None:
 def _stdout_to_stderr(options: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
     """A context in which, with --json, what func and its module print goes to stderr."""
     return contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
-
-
-def _print_exception(options: argparse.Namespace, name: str, error: BaseException) -> None:
-    print(f"fastgrad check: {name} of {options.function} raised {text_of(error)}", file=sys.stderr)
-    if options.traceback:
-        traceback.print_exception(error)
 
 
 def _write_page(options: argparse.Namespace, name: str, report: Checked) -> int:
@@ -346,14 +344,10 @@ def _keywords(options: argparse.Namespace, order: int) -> dict[str, Any]:
 
 def _common_keywords(options: argparse.Namespace) -> dict[str, Any]:
     """The keywords that apply to all orders and modes."""
-    names = ("masked", "engine", "seed", "progress")
-    numbers = {name: getattr(options, name) for name in ("eps", "atol", "rtol")}
-    return {
-        "fast_mode": options.fast,
-        **{name: getattr(options, name) for name in names},
-        **{name: _for_inputs(name, given) for name, given in numbers.items() if given is not None},
-        **({} if options.nondet_tol is None else {"nondet_tol": options.nondet_tol}),
-    }
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    names = ("fast_mode", "masked", "engine", "seed", "nondet_tol")
+    keywords = {"progress": options.progress, **{name: given[name] for name in names if name in given}}
+    return keywords | {name: _for_inputs(name, given[name]) for name in ("eps", "atol", "rtol") if name in given}
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:
