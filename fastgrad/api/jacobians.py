@@ -193,14 +193,7 @@ def _shape(block: Block) -> tuple[int, ...]:
 
 def _dense(problem: Problem, matrix: Tensor, layout: torch.layout) -> Jacobians:
     """The Jacobian of each pair of output and input, from the matrix of shape (m, n)."""
-
-    def part(output: Block, block: Block) -> Tensor:
-        own = matrix[output.slice, block.slice]
-        if layout is torch.strided:
-            return own.reshape((*_shape(output), *_shape(block)))
-        return own.to_sparse(layout=layout)
-
-    return tuple(tuple(part(output, block) for block in problem.inputs) for output in problem.outputs)
+    return _in_layout(problem, lambda output, block: matrix[output.slice, block.slice], layout)
 
 
 def _sparse(problem: Problem, rows: Tensor, columns: Tensor, values: Tensor, layout: torch.layout) -> Jacobians:
@@ -210,11 +203,20 @@ def _sparse(problem: Problem, rows: Tensor, columns: Tensor, values: Tensor, lay
         i, j = rows - output.first, columns - block.first
         within = (i >= 0) & (i < output.size) & (j >= 0) & (j < block.size)
         indices, size = torch.stack([i[within], j[within]]), (output.size, block.size)
-        found = torch.sparse_coo_tensor(
+        return torch.sparse_coo_tensor(
             indices, values[within], size, device=values.device, is_coalesced=True, check_invariants=False
         )
-        if layout is torch.strided:
-            return found.to_dense().reshape((*_shape(output), *_shape(block)))
-        return found if layout is torch.sparse_coo else found.to_sparse_csr()
 
-    return tuple(tuple(part(output, block) for block in problem.inputs) for output in problem.outputs)
+    return _in_layout(problem, part, layout)
+
+
+def _in_layout(problem: Problem, part: Callable[[Block, Block], Tensor], layout: torch.layout) -> Jacobians:
+    """The Jacobian of each pair of output and input; part: gives its matrix, in any layout."""
+
+    def tensor(output: Block, block: Block) -> Tensor:
+        matrix = part(output, block)
+        if layout is torch.strided:
+            return matrix.to_dense().reshape((*_shape(output), *_shape(block)))
+        return matrix if matrix.layout is layout else matrix.to_sparse(layout=layout)
+
+    return tuple(tuple(tensor(output, block) for block in problem.inputs) for output in problem.outputs)
