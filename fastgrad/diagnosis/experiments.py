@@ -312,11 +312,7 @@ class FuncExperiments(Experiments):
             tangents, _ = self._problem.tangent_columns(column, block.width)
             value = tangents[:, row].tolist()
         else:
-            element, width = element_number(worst.output_index, output.tensor.shape), output.width
-            value = [
-                self._problem.analytical_rows(output, part == 1, element, 1, [block])[0][0, column - block.first].item()
-                for part in range(width)
-            ]
+            value = [self._problem.row(row + part, output)[column].item() for part in range(output.width)]
         self._note(other_mode=complex(*value))
 
     def _other_part(self, output: Block, block: Block, worst: Entry) -> None:
@@ -329,13 +325,10 @@ class FuncExperiments(Experiments):
             rows = slice(row, row + output.width)
             found = complex(*analytical[0, rows].tolist()), complex(*numerical[0, rows].tolist())
         else:
-            other = self._failure.part != "imaginary"
-            row += 1 if other else -1
-            element = element_number(worst.output_index, output.tensor.shape)
-            gradient, _, _ = self._problem.analytical_rows(output, other, element, 1, [block])
+            row += -1 if self._failure.part == "imaginary" else 1
+            gradient = self._problem.row(row, output)[column : column + block.width]
             columns = self._problem.difference_columns(column, block.width, self._settings.eps, self._record)
-            own = slice(column - block.first, column - block.first + block.width)
-            found = complex(*gradient[0, own].tolist()), complex(*columns[:, row].tolist())
+            found = complex(*gradient.tolist()), complex(*columns[:, row].tolist())
         self._note(other_part=found)
 
 

@@ -143,7 +143,7 @@ class Samples(Experiments):
         element = torch.arange(count, device="cpu") if block.elements is None else block.elements.cpu()
         complete = part is None and block.elements is None and i.numel() == int(kept.sum())
         shapes = tuple(output.tensor.shape), tuple(block.tensor.shape)
-        entries = _wide(analytical[i, j]), _wide(numerical[i, j]), failing[i, j]
+        entries = analytical[i, j], numerical[i, j], failing[i, j]
         if part is not None:
             i, j = (torch.tensor(some, device="cpu")[places] for some, places in zip(part, (i, j), strict=True))
         return Sample(*shapes, i, element[j], *entries, complete=complete)
@@ -174,10 +174,6 @@ def _paired(coordinates: Tensor, block: Block) -> Tensor:
     """Elements of a block from their coordinates along the last dimension, of which a complex element has two."""
     pairs = (*coordinates.shape[:-1], -1, 2)
     return torch.view_as_complex(coordinates.reshape(pairs).contiguous()) if block.is_complex else coordinates
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
 def _thinned(failing: Tensor, seed: int) -> Tensor:
