@@ -245,15 +245,13 @@ def _triangle(places: _JudgedElements) -> Rule | None:
     row, column = places.index[:, -2], places.index[:, -1]
     if int(row.max()) != int(column.max()) or int(row.max()) < 2:
         return None
-    parts: tuple[tuple[str, Covers], ...] = (
-        ("above the diagonal", lambda some: some.index[:, -2] < some.index[:, -1]),
-        ("below the diagonal", lambda some: some.index[:, -2] > some.index[:, -1]),
-        ("on the diagonal", lambda some: some.index[:, -2] == some.index[:, -1]),
-        ("off the diagonal", lambda some: some.index[:, -2] != some.index[:, -1]),
-    )
-    end = f"of the last two dimensions of {places.name}; look for a mask, tril() or triu()"
-    rules = (places.rule("triangle", f"{where} {end}", len(parts), 0.93, covers) for where, covers in parts)
-    return next(filter(None, rules), None)
+    end = f"the diagonal of the last two dimensions of {places.name}; look for a mask, tril() or triu()"
+    for where, sign in (("above", "<"), ("below", ">"), ("on", "=="), ("off", "!=")):
+        covers = _where(lambda some: some.index[:, -2] - some.index[:, -1], sign, 0)
+        rule = places.rule("triangle", f"{where} {end}", 4, 0.93, covers)
+        if rule is not None:
+            return rule
+    return None
 
 
 def _tails(places: _JudgedElements) -> list[Rule | None]:
@@ -443,7 +441,7 @@ def _values(some: Elements) -> Tensor:
 
 def _where(number: Numbers, sign: str, threshold: float) -> Covers:
     """Tells which numbers are on one side of a threshold or equal to it, as `sign` says."""
-    compare = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "==": torch.eq}[sign]
+    compare = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "==": torch.eq, "!=": torch.ne}[sign]
     return lambda some: compare(number(some), threshold)
 
 
