@@ -139,10 +139,10 @@ class Hypotheses:
         one, block = max(self._vectors, key=_error_of), self.input if side == "input" else self.output
         own = chosen.repeat_interleave(block.width).to(self.problem.device)
         if side == "input":
-            u = _scaled(one.u, block, own)
+            u = _changed(one.u, block, own.mul)
             terms, others = u * one.gradient, one.v * self._slope_along(u)
         else:
-            v = _scaled(one.v, block, own)
+            v = _changed(one.v, block, own.mul)
             terms, others = one.u * self.problem.vjp(v.unsqueeze(0), only=self.output)[0], v * one.slope
         return _relative_difference(terms, others) if bool(terms.any()) or bool(others.any()) else 0.0
 
@@ -156,7 +156,7 @@ class Hypotheses:
             found = self._explained("swapped gradients", text, partial(self._of_other, other))
             if found is None:
                 continue
-            if self._is_right(other):
+            if all(_error_of(self._at_other(other, one)) <= NEAR for one in self._vectors):
                 text = f"backward returns the gradient of {name} twice: for {name}, where it is right, and for {own}"
                 return replace(found, name="repeated gradient", text=text)
             return found
@@ -164,16 +164,12 @@ class Hypotheses:
 
     def _of_other(self, other: Block, one: _Vectors) -> Sums:
         """Sums that are equal if the gradient is that of another input."""
-        along = _at(self.problem.n, other, one.u[self.input.slice])
-        return one.u * one.gradient, one.v * self._slope_along(along)
+        return one.u * one.gradient, one.v * self._at_other(other, one).slope
 
-    def _is_right(self, other: Block) -> bool:
-        """Whether random sums show no error in the Jacobian with respect to another input."""
-        for one in self._vectors:
-            along = _at(self.problem.n, other, one.u[self.input.slice])
-            if not _relative_difference(along * one.gradient, one.v * self._slope_along(along)) <= NEAR:
-                return False
-        return True
+    def _at_other(self, other: Block, one: _Vectors) -> _Vectors:
+        """The vectors for the Jacobian with respect to another input."""
+        along = _at(self.problem.n, other, one.u[self.input.slice])
+        return replace(one, u=along, slope=self._slope_along(along))
 
     def multiplied(self) -> Explanation | None:
         """Whether an input is a missing or an extra factor of the gradient; needs no further calls."""
@@ -188,19 +184,20 @@ class Hypotheses:
             values = x[factor.slice].reshape(factor.tensor.shape)
             if side.width != 1 or not _broadcasts(values, side):
                 continue
-            # The analytical gradient is the right one, scaled by this per element of the input or of grad_output.
+            # A superfluous factor scales the gradient by this per element of the input, or of grad_output.
             extra = values.expand(side.tensor.shape).reshape(-1)
+            missing, superfluous = (1 / extra, extra) if side is output else (extra, 1 / extra)
             gradient, name = f"the gradient of {self.name_of(block)}", self.name_of(factor)
             text = f"{gradient} must also be multiplied by {name}"
-            yield "missing factor", text, partial(self._multiplied_by, side, 1 / extra)
+            yield "missing factor", text, partial(self._changed, side, missing.mul)
             text = f"{gradient} is multiplied once too often by {name}"
-            yield "missing factor", text, partial(self._multiplied_by, side, extra)
+            yield "missing factor", text, partial(self._changed, side, superfluous.mul)
 
-    def _multiplied_by(self, side: Block, scale: Tensor, one: _Vectors) -> Sums:
-        """Sums that are equal if the gradient is the right one, scaled on one side."""
-        if side is self.output:
-            return one.u * one.gradient, _scaled(one.v, side, scale) * one.slope
-        return _scaled(one.u, side, 1 / scale) * one.gradient, one.v * one.slope
+    def _changed(self, side: Block, change: Callable[[Tensor], Tensor], one: _Vectors) -> Sums:
+        """Sums that are equal if the gradient is the right one after a change of the coordinates of one side."""
+        if side is self.input:
+            return _changed(one.u, side, change) * one.gradient, one.v * one.slope
+        return one.u * one.gradient, one.v * _changed(one.slope, side, change)
 
     def result_for_input(self) -> Explanation | None:
         """Whether backward uses the input in place of the result: it is then right if the input equals the result."""
@@ -225,7 +222,7 @@ class Hypotheses:
         words = Wording(self.name_of(block), f"output {output.position}")
         sides: tuple[tuple[Side, Block], ...] = (("input", block), ("output", output))
         found = self._first_explained(
-            (name, text, partial(self._moved, own, order))
+            (name, text, partial(self._changed, own, partial(_in_order, order, own.width)))
             for side, own in sides
             if own.elements is None
             for name, text, order in rearrangements(tuple(own.tensor.shape), side, words, most)
@@ -233,12 +230,6 @@ class Hypotheses:
         if found is not None or not _same_elements(output, block):
             return found
         return self._explained("transposed", adjoint(words), self._transposed)
-
-    def _moved(self, own: Block, order: Tensor, one: _Vectors) -> Sums:
-        """Sums that are equal if the elements of one side are in another order."""
-        if own is self.input:
-            return _rearranged(one.u, own, order) * one.gradient, one.v * one.slope
-        return one.u * one.gradient, one.v * _rearranged(one.slope, own, order)
 
     def at_changed_input(self) -> Explanation | None:
         """Whether the gradient is right at another point: a saved input may have been changed to that point."""
@@ -436,16 +427,13 @@ def _broadcasts(values: Tensor, block: Block) -> bool:
     return len(own) <= len(shape) and all(a in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False))
 
 
-def _scaled(coordinates: Tensor, block: Block, scale: Tensor) -> Tensor:
-    """A copy of the input or output coordinates, in which those of one block are multiplied by scale."""
-    scaled = coordinates.clone()
-    scaled[block.slice] *= scale
-    return scaled
+def _changed(coordinates: Tensor, block: Block, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A copy of the input or output coordinates, in which those of one block are changed."""
+    changed = coordinates.clone()
+    changed[block.slice] = change(coordinates[block.slice])
+    return changed
 
 
-def _rearranged(coordinates: Tensor, block: Block, order: Tensor) -> Tensor:
-    """A copy of the input or output coordinates, in which the elements of one block are in another order."""
-    moved = coordinates.clone()
-    elements = coordinates[block.slice].reshape(-1, block.width)
-    moved[block.slice] = elements[order.to(elements.device)].reshape(-1)
-    return moved
+def _in_order(order: Tensor, width: int, coordinates: Tensor) -> Tensor:
+    """The coordinates of a block with its elements in another order."""
+    return coordinates.reshape(-1, width)[order.to(coordinates.device)].reshape(-1)
