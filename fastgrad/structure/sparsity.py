@@ -5,6 +5,7 @@ A guess is used if it agrees with a first look; otherwise `refinement` finds a p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -365,10 +366,9 @@ def with_whole_elements(pattern: Pattern, inputs: Sequence[Block], outputs: Sequ
     keys = np.unique(first_row[pattern.rows()] * pattern.n + first_column[pattern.columns])
     i, j = np.divmod(keys, pattern.n)
     entries = []
-    for di in range(2):
-        for dj in range(2):
-            within = (di < row_widths[i]) & (dj < column_widths[j])
-            entries.append((i[within] + di, j[within] + dj))
+    for di, dj in itertools.product(range(2), repeat=2):
+        within = (di < row_widths[i]) & (dj < column_widths[j])
+        entries.append((i[within] + di, j[within] + dj))
     i, j = (np.concatenate(side) for side in zip(*entries, strict=True))
     return from_entries(i, j, pattern.m, pattern.n, pattern.origin)
 
