@@ -28,6 +28,7 @@ from fastgrad.problem.arguments import check_callable
 from fastgrad.problem.caller_state import restores_caller_state
 from fastgrad.problem.validation import as_bool, is_differentiable
 
+Name = Literal["jacobian", "hessian"]
 Strategy = Literal["reverse-mode", "forward-mode"]
 
 BATCH_BYTES = 1 << 26
@@ -36,8 +37,9 @@ BATCH_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class _Options:
-    """The keywords for the computation and the form of a Jacobian or Hessian."""
+    """The keywords for the computation and the form of a Jacobian or Hessian; name: of the function."""
 
+    name: Name
     create_graph: bool
     strict: bool
     vectorize: bool
@@ -45,12 +47,12 @@ class _Options:
     forward: bool
 
 
-def _options(create_graph: Any, strict: Any, vectorize: Any, sparse: Sparse, strategy: str) -> _Options:
+def _options(name: Name, create_graph: Any, strict: Any, vectorize: Any, sparse: Sparse, strategy: str) -> _Options:
     flags = {"create_graph": create_graph, "strict": strict, "vectorize": vectorize}
-    checked = {name: as_bool(name, value) for name, value in flags.items()}
+    checked = {keyword: as_bool(keyword, value) for keyword, value in flags.items()}
     if strategy not in ("forward-mode", "reverse-mode"):
         raise AssertionError(f'Expected strategy to be either "forward-mode" or "reverse-mode", got {strategy!r}.')
-    return _Options(**checked, sparse=sparse, forward=strategy == "forward-mode")
+    return _Options(name, **checked, sparse=sparse, forward=strategy == "forward-mode")
 
 
 @restores_caller_state
@@ -135,11 +137,11 @@ def jacobian(
     """
     check_callable(func)
     is_tuple, given = containers.as_inputs(inputs, "jacobian")
-    options = _options(create_graph, strict, vectorize, sparse, strategy)
-    _check_options("jacobian", options, numerical, return_error)
+    options = _options("jacobian", create_graph, strict, vectorize, sparse, strategy)
+    _check_options(options, numerical, return_error)
     if numerical:
         return numerical_jacobian(func, given, is_tuple, sparse, options.forward, return_error)
-    outputs_are_tuple, parts = _matrix("jacobian", func, given, options)
+    outputs_are_tuple, parts = _matrix(func, given, options)
     return containers.nested(parts, outputs_are_tuple, is_tuple)
 
 
@@ -195,8 +197,8 @@ def hessian(
     """
     check_callable(func)
     is_tuple, given = containers.as_inputs(inputs, "hessian")
-    options = _options(create_graph, strict, vectorize, sparse, outer_jacobian_strategy)
-    _check_options("hessian", options, numerical, return_error)
+    options = _options("hessian", create_graph, strict, vectorize, sparse, outer_jacobian_strategy)
+    _check_options(options, numerical, return_error)
     if numerical:
         return numerical_hessian(func, given, is_tuple, sparse, return_error)
 
@@ -218,7 +220,7 @@ def hessian(
                     )
             return filled
 
-    _, parts = _matrix("hessian", gradient_at, given, options, symmetric=True)
+    _, parts = _matrix(gradient_at, given, options)
     return containers.nested(parts, is_tuple, is_tuple)
 
 
@@ -232,17 +234,13 @@ def _primals(inputs: Tensors, create_graph: bool) -> Tensors:
     )
 
 
-def _strided(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
 def _zeros_for_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensors:
     """The gradients as strided tensors; None means zeros."""
     pairs = zip(gradients, like, strict=True)
-    return tuple(_strided(torch.zeros_like(other) if each is None else each) for each, other in pairs)
+    return tuple((torch.zeros_like(other) if each is None else each).to_dense() for each, other in pairs)
 
 
-def _check_options(name: str, options: _Options, numerical: bool, return_error: bool) -> None:
+def _check_options(options: _Options, numerical: bool, return_error: bool) -> None:
     """Raises if keywords cannot be combined."""
     if options.sparse not in (True, False, "auto"):
         raise ValueError(f"sparse must be True, False or 'auto', got {options.sparse!r}.")
@@ -252,44 +250,42 @@ def _check_options(name: str, options: _Options, numerical: bool, return_error: 
             "their derivatives may not be zero."
         )
     check_product_options(options.create_graph, options.strict, numerical, return_error)
+    function = f"fastgrad.functional.{options.name}"
     if options.forward and not numerical:
         for keyword, error in (("create_graph", NotImplementedError), ("strict", RuntimeError)):
             if getattr(options, keyword):
                 raise error(
-                    f"fastgrad.functional.{name}: `{keyword}=True` and forward mode are not supported together: set "
+                    f"{function}: `{keyword}=True` and forward mode are not supported together: set "
                     f'`{keyword}=False`, or choose "reverse-mode".'
                 )
         if not options.vectorize:
             raise NotImplementedError(
-                f"fastgrad.functional.{name}: forward mode is only implemented for `vectorize=True`: set it, or "
-                'choose "reverse-mode".'
+                f'{function}: forward mode is only implemented for `vectorize=True`: set it, or choose "reverse-mode".'
             )
         if torch_private.transforms_are_active():
             raise NotImplementedError(
-                f"fastgrad.functional.{name}: forward mode is not supported within a transform of torch.func: choose "
-                '"reverse-mode".'
+                f'{function}: forward mode is not supported within a transform of torch.func: choose "reverse-mode".'
             )
     if options.strict and options.vectorize:
         raise RuntimeError(
-            f"fastgrad.functional.{name}: `strict=True` and `vectorize=True` are not supported together: set one of "
-            "them to False."
+            f"{function}: `strict=True` and `vectorize=True` are not supported together: set one of them to False."
         )
 
 
-def _matrix(name: str, func: Func, given: Tensors, options: _Options, symmetric: bool = False) -> tuple[bool, Parts]:
+def _matrix(func: Func, given: Tensors, options: _Options) -> tuple[bool, Parts]:
     """Whether func returns a tuple, and the parts of its Jacobian."""
     if options.forward:
-        return _forward(name, func, given, options, symmetric)
+        return _forward(func, given, options)
     with torch.enable_grad():
         primals = _primals(given, options.create_graph)
-        outputs_are_tuple, outputs = containers.as_tensors(func(*primals), containers.OUTPUTS, name)
+        outputs_are_tuple, outputs = containers.as_tensors(func(*primals), containers.OUTPUTS, options.name)
         containers.check_tracked(outputs, options.strict)
         # Integers have no gradient: they are replaced by a floating tensor without a graph.
         outputs = tuple(each if is_differentiable(each) else each.to(torch.float32) for each in outputs)
-        return outputs_are_tuple, _reverse(outputs, primals, options, symmetric)
+        return outputs_are_tuple, _reverse(outputs, primals, options)
 
 
-def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bool) -> Parts:
+def _reverse(outputs: Tensors, inputs: Tensors, options: _Options) -> Parts:
     """The Jacobian of recorded outputs: from groups of rows or columns if it is sparse, otherwise row by row."""
     if not options.vectorize:
         for output in outputs:
@@ -305,7 +301,7 @@ def _reverse(outputs: Tensors, inputs: Tensors, options: _Options, symmetric: bo
         return _joined(_rows_by_torch(outputs, inputs, options), outputs, inputs, options)
     is_real = not any(tensor.is_complex() for tensor in tensors)
     columns = (lambda: backward_of_backward_map(outputs, inputs)) if is_real else (lambda: None)
-    found = entries_by_structure(backward_map(outputs, inputs), columns, symmetric and is_real)
+    found = entries_by_structure(backward_map(outputs, inputs), columns, options.name == "hessian" and is_real)
     if found is not None:
         dtypes = [[value.dtype for value in inputs] for _ in outputs]
         return containers.of_entries(found, outputs, inputs, dtypes, containers.is_sparse_enough(found, options.sparse))
@@ -403,7 +399,7 @@ def _rows_by_torch(outputs: Tensors, inputs: Tensors, options: _Options) -> Rows
             rows = [
                 torch.zeros(shape, dtype=value.dtype, device=value.device)
                 if row is None
-                else _strided(row).reshape(shape)
+                else row.to_dense().reshape(shape)
                 for row, value, shape in zip(found, inputs, shapes, strict=True)
             ]
             yield o, first, rows
@@ -436,20 +432,20 @@ def _joined(blocks: Rows, outputs: Tensors, inputs: Tensors, options: _Options) 
     ]
 
 
-def _forward(name: str, func: Func, given: Tensors, options: _Options, symmetric: bool) -> tuple[bool, Parts]:
+def _forward(func: Func, given: Tensors, options: _Options) -> tuple[bool, Parts]:
     """The Jacobian by forward-mode AD: from groups of columns if sparse, otherwise many columns at once by vmap."""
     primals = tuple(value.detach() for value in given)
-    outputs_are_tuple, found_outputs = containers.as_tensors(func(*primals), containers.OUTPUTS, name)
+    outputs_are_tuple, found_outputs = containers.as_tensors(func(*primals), containers.OUTPUTS, options.name)
     outputs = tuple(output.detach() for output in found_outputs)
 
     def tuple_of(*arguments: Tensor) -> Tensors:
-        return containers.as_tensors(func(*arguments), containers.OUTPUTS, name)[1]
+        return containers.as_tensors(func(*arguments), containers.OUTPUTS, options.name)[1]
 
     dtypes = [[output.dtype for _ in primals] for output in outputs]
     if all(_is_plain(tensor, primals[0].device) and is_differentiable(tensor) for tensor in (*outputs, *primals)):
         is_real = not any(tensor.is_complex() for tensor in (*outputs, *primals))
         along = LinearMap(partial(tangents_along, tuple_of, primals), primals, outputs)
-        found = entries_by_structure(along, symmetric=symmetric and is_real)
+        found = entries_by_structure(along, symmetric=options.name == "hessian" and is_real)
         if found is not None:
             sparse = containers.is_sparse_enough(found, options.sparse)
             return outputs_are_tuple, containers.of_entries(found.transposed(), outputs, primals, dtypes, sparse)
