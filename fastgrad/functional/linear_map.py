@@ -70,8 +70,7 @@ class LinearMap:
             if found is None:
                 flat.append(torch.zeros(block.size, dtype=self.dtype, device=self.device))
             else:
-                dense = found.detach() if found.layout is torch.strided else found.detach().to_dense()
-                flat.append(dense.reshape(-1).to(self.dtype))
+                flat.append(found.detach().to_dense().reshape(-1).to(self.dtype))
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def reaction(self, chosen: Mask, stream: int) -> Mask:
@@ -112,14 +111,12 @@ def backward_of_backward_map(outputs: Sequence[Tensor], inputs: Sequence[Tensor]
             gradients = native.vjp(tracked, inputs, cotangents, True)
     except RuntimeError:
         return None
-    recorded = [gradient is not None and gradient.requires_grad for gradient in gradients]
-    heads = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
+    heads = {k: gradient for k, gradient in enumerate(gradients) if gradient is not None and gradient.requires_grad}
     if not heads:
         return None
 
     def apply(seeds: list[Tensor]) -> Sequence[Tensor | None]:
-        chosen = [seed for seed, counts in zip(seeds, recorded, strict=True) if counts]
-        tangents = iter(native.vjp(heads, cotangents, chosen, False))
+        tangents = iter(native.vjp(list(heads.values()), cotangents, [seeds[k] for k in heads], False))
         return [next(tangents) if output.requires_grad else None for output in outputs]
 
     return LinearMap(apply, inputs, outputs)

@@ -26,8 +26,7 @@ def numerical_jacobian(
     func: Func, inputs: Tensors, is_tuple: bool, sparse: Sparse, forward: bool, return_error: bool
 ) -> Any:
     """`functional.jacobian` by differences; forward: whether dtypes and complex entries are those of forward mode."""
-    _check_strided(inputs, "jacobian")
-    seen = _Seen(func, "jacobian")
+    seen = _Seen(func, inputs, "jacobian")
     found = jacobian_by_differences(seen, inputs, return_error)
     dtypes = [[output.dtype if forward else value.dtype for value in inputs] for output in seen.outputs]
     entries, errors = _of_elements(found, inputs, seen.outputs, forward)
@@ -58,8 +57,7 @@ def numerical_hessian(func: Func, inputs: Tensors, is_tuple: bool, sparse: Spars
 
 def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_error: bool) -> tuple[Any, ...]:
     """`functional.vjp` from the Jacobian by differences, with its errors."""
-    _check_strided(inputs, "vjp")
-    seen = _Seen(func, "vjp")
+    seen = _Seen(func, inputs, "vjp")
     found = jacobian_by_differences(seen, inputs, return_error)
     cotangents = containers.vector(v, seen.outputs, seen.is_tuple, "vjp")
     m, n = (sum(block.size for block in blocks) for blocks in (found.outputs, found.inputs))
@@ -81,8 +79,7 @@ def numerical_vjp(func: Func, inputs: Tensors, is_tuple: bool, v: Any, return_er
 
 def numerical_jvp(func: Func, inputs: Tensors, tangents: Tensors) -> tuple[Any, ...]:
     """`functional.jvp` by differences along v, with its errors."""
-    _check_strided(inputs, "jvp")
-    seen = _Seen(func, "jvp")
+    seen = _Seen(func, inputs, "jvp")
     primals = tuple(value.detach() for value in inputs)
     seen(*(value.clone().requires_grad_() for value in primals))
     blocks, values, errors = derivative_along(seen, primals, tangents)
@@ -103,7 +100,8 @@ def numerical_hessian_product(
 class _Seen:
     """Wraps func so that it returns a tuple; keeps the first result, and whether func itself returned a tuple."""
 
-    def __init__(self, func: Func, name: str) -> None:
+    def __init__(self, func: Func, inputs: Tensors, name: str) -> None:
+        _check_strided(inputs, name)
         self.outputs: Tensors = ()
         self.is_tuple = False
         self._func = func

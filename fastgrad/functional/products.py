@@ -201,12 +201,10 @@ def _product(
     with torch.enable_grad():
         if name == "vjp":
             found = numerical_vjp(func, given, is_tuple, v, return_error)
+        elif name == "jvp":
+            found = numerical_jvp(func, given, vector(v, given, is_tuple, name))
         else:
-            tangents = vector(v, given, is_tuple, name)
-            if name == "jvp":
-                found = numerical_jvp(func, given, tangents)
-            else:
-                found = numerical_hessian_product(name, func, given, is_tuple, tangents)
+            found = numerical_hessian_product(name, func, given, is_tuple, vector(v, given, is_tuple, name))
     return found if return_error else found[:2]
 
 
