@@ -55,17 +55,16 @@ class _Investigation(Samples, BackwardExperiments, FuncExperiments):
         """Runs the experiments; returns the report with entries, evidence and causes."""
         causes: tuple[Cause, ...] = ()
         failure, sample = self._failure, None
-        if failure.kind == "mismatch" and failure.comparison is not None and self._output and self._input:
-            sample = self._sample(self._output, self._input, failure.comparison)
+        if failure.kind == "mismatch" and failure.comparison is not None and self._pair:
+            sample = self._sample(*self._pair, failure.comparison)
         self._try(2, self._repeatability_of_func)
         if failure.mode == "reverse":
             self._vjps(sample)
         if failure.kind == "mismatch":
             self._other_measurements()
-            if failure.mode == "reverse" and self._output is not None and self._input is not None:
-                pair = self._output, self._input
+            if failure.mode == "reverse" and self._pair:
                 names, left = self._name_of, self._left
-                hypotheses = Hypotheses(self._problem, self._settings, *pair, self._record, names, left, sample)
+                hypotheses = Hypotheses(self._problem, self._settings, *self._pair, self._record, names, left, sample)
                 causes = self._hypotheses(hypotheses)
         evidence = replace(self._evidence, calls=self._calls() - self._before)
         report = replace(self._report, sample=sample, evidence=evidence)

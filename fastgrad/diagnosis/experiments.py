@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -80,11 +81,11 @@ class Experiments:
         self._most = used + MORE_CALLS
         self._cost = report.seconds / max(1, used)
         self._start = time.perf_counter()
-        pair = failure.output is not None and failure.input is not None
-        self._output = next((block for block in problem.outputs if pair and block.index == failure.output), None)
-        self._input = next((block for block in problem.inputs if pair and block.index == failure.input), None)
+        pairs = itertools.product(problem.outputs, problem.inputs)
+        failing = failure.output, failure.input
+        self._pair = next((pair for pair in pairs if (pair[0].index, pair[1].index) == failing), None)
         # The error is searched for only in the output that failed, because later outputs have not been compared.
-        self._only = self._output if failure.kind == "mismatch" else None
+        self._only = self._pair[0] if self._pair is not None and failure.kind == "mismatch" else None
         self._evidence = Evidence()
 
     def _calls(self) -> int:
@@ -127,8 +128,8 @@ class BackwardExperiments(Experiments):
         gradient = self._try(2, lambda: self._vjp(v))
         if gradient is None or not bool(gradient.isfinite().all()):
             return
-        block = self._input
-        if sample is not None and block is not None and block.elements is None:
+        if sample is not None and self._pair is not None and self._pair[1].elements is None:
+            block = self._pair[1]
             own = gradient[0, block.slice].reshape(-1, block.width).cpu()
             self._note(vanishes=not bool(own[sample.inputs[sample.failing]].any()))
         self._try(sum(RUNS) + 2 * len(RUNS), lambda: self._repeated(v))
@@ -254,9 +255,9 @@ class FuncExperiments(Experiments):
     def _other_measurements(self) -> None:
         worst = self._failure.comparison.worst if self._failure.comparison is not None else None
         self._try(2, self._precision)
-        if worst is None or self._output is None or self._input is None:
+        if worst is None or self._pair is None:
             return
-        output, block = self._output, self._input
+        output, block = self._pair
         if modulus(worst.numerical) == 0:
             self._try(2 * len(LARGE_STEPS), lambda: self._slopes(output, block, worst))
         if self._failure.numerical_issue in ("not converged", "low precision"):
@@ -278,8 +279,7 @@ class FuncExperiments(Experiments):
         base = problem.base()
         away = direction(problem.n, self._settings.seed, EVIDENCE_STREAM + 16 * 6).mul_(2.0**-10).to(problem.device)
         values = problem.evaluate(True, away)
-        chosen = self._output or problem.outputs[0]
-        own = chosen.slice
+        own = (self._pair or problem.outputs)[0].slice
         moved = values[own][(values[own] != base[own]) & values[own].isfinite()]
         moved = moved[moved != moved.round()]
         for dtype in NARROWER:
