@@ -40,6 +40,7 @@ from fastgrad.verdict.repeated_rows import (
     nondeterministic,
     nonlinear_repeat,
     rerun,
+    sums_of_rows,
     varied_once,
     varying_repeat,
     varying_row,
@@ -125,7 +126,9 @@ def _jacobian_failure(
             rows_remain = False
     rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
     moving = partial(varying_row, problem, settings, plan.rows_per_block)
-    linearity = LinearityTest(problem, settings, rows_repeated, moving) if problem.m > 1 else None
+    # Operators of torch give the same rows again; custom code may not.
+    again = partial(sums_of_rows, problem, plan.rows_per_block) if problem.is_custom else None
+    linearity = LinearityTest(problem, settings, rows_repeated, moving, sums_again=again) if problem.m > 1 else None
     forward = ForwardComparison(problem, plan, settings, findings) if settings.check_forward_ad else None
     rows_at_hand: Sequence[Rows] = ()
     if backward is not None:

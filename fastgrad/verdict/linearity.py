@@ -174,17 +174,20 @@ class LinearityTest:
         excluded_rows: Tensor | None = None,
         excluded_columns: Tensor | None = None,
         number: int = 0,
+        sums_again: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Makes the cotangents.
 
         rows_repeated: whether all rows were run twice. moving: runs all rows again, and returns a failure if one
         differs. kinds: the kinds of v. excluded_rows, excluded_columns: masks of the rows and columns that J leaves
         out, shapes (m,) and (n,); if rows are left out, no v may be expanded. number: as in `linearity_cotangents`.
+        sums_again: runs all rows again, and gives their sums for cotangents of shape (count, m).
         """
         self._problem = problem
         self._settings = settings
         self._rows_repeated = rows_repeated
         self._moving = moving
+        self._sums_again = sums_again
         self._kinds = kinds
         self.cotangents = linearity_cotangents(problem.m, settings.seed, problem.device, kinds, number)
         if excluded_rows is not None:
@@ -340,12 +343,19 @@ class LinearityTest:
     def _movement(self) -> Failure | None:
         """Tests whether rows that were run only once are deterministic, by repeated VJPs of the same cotangents.
 
-        If the VJPs are equal bit for bit, the rows are assumed to be deterministic. If not, sums may have been added up
-        in another order although no single row differs. Only running all rows twice can decide this.
+        If the VJPs are equal bit for bit, the rows are assumed to be deterministic. But if sums of rows differ from the
+        VJPs, and change if all rows are run again, a row was wrong once. If the VJPs are not equal, sums may have been
+        added up in another order although no single row differs. Only running all rows twice can decide this.
         """
         unit, m, gradients = ROUNDING * self._problem.unit_roundoff, self._problem.m, self.gradients()
-        if differ(gradients, self._sums, unit * m**0.5 * largest(self._sums), False):
+        rounding = unit * m**0.5 * largest(self._sums)
+        if differ(gradients, self._sums, rounding, False):
             self._variation = max(self._variation, *(variation_between(self._vjps(), gradients) for _ in range(RERUNS)))
+            if not self._variation and self._sums_again is not None:
+                changed = differ(
+                    self._sums_again(self.cotangents), self._sums, rounding + self._settings.nondet_tol, False
+                )
+                return nondeterministic(self._problem.outputs[0]) if changed else None
         if not self._variation:
             return None
         failure = self._moving()
