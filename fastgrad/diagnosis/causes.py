@@ -65,7 +65,9 @@ def _lower_dtype(report: Report, others: Sequence[Cause]) -> Cause | None:
         name = str(dtype).removeprefix("torch.")
         if any(kind.startswith(f"{name}[") for kind in report.subject.inputs):
             text = f"an input is {name}: rounding to {name} is larger than the change of func over a step of eps"
-            measure = 'to test this, repeat the call with reference="float64", or with inputs in double precision'
+            # Forward mode accepts no reference.
+            reference = "" if report.settings.check_forward_ad else 'reference="float64", or with '
+            measure = f"to test this, repeat the call with {reference}inputs in double precision"
             return Cause("low precision", text, measure, max([0.5, *(cause.confidence for cause in others)]))
     return None
 

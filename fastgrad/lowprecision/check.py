@@ -210,8 +210,8 @@ class LowerCheck:
             )
             return None
         note = (
-            f"found by differences in double precision: {reference.name} is wrong, and rounding is not the cause; the "
-            f"gradients in {', '.join(self._outcome.precision.dtypes)} were not compared"
+            f"{reference.name} itself is wrong (found by differences in double precision), so rounding is not the "
+            f"cause; the gradients in {', '.join(self._outcome.precision.dtypes)} were not compared"
         )
         return replace(report, settings=self.settings, precision=self._outcome.precision, notes=(*report.notes, note))
 

@@ -191,11 +191,11 @@ def _judge_overflows(comparison: Comparison, outcome: Outcome) -> None:
 def _look_again(comparison: Comparison, outcome: Outcome) -> None:
     comparison.look_again()
     if comparison.excused:
-        whose = "its error is" if comparison.excused == 1 else "their errors are"
+        whose = "its error" if comparison.excused == 1 else "their errors"
         outcome.notes.append(
-            f"{count(comparison.excused, 'entry')} passed only a second comparison: {whose} larger than rounding of "
-            "each element explains, but not than rounding of every element by as much as the largest element of its "
-            f"tensor, or underflow of results below {SMALLEST_NORMAL:.2g}, would explain"
+            f"{count(comparison.excused, 'entry')} passed only a second comparison: rounding in proportion to each "
+            f"element does not explain {whose}, but rounding in proportion to the largest element of its tensor, or a "
+            f"flush to zero of results below {SMALLEST_NORMAL:.2g}, does"
         )
     outcome.note(draws=comparison.draws, second_look=comparison.excused)
 

@@ -112,7 +112,7 @@ class SavedWatch:
 
     def by_nobody(self) -> str:
         """A description of what may have changed a tensor between two events."""
-        return f"code that is not an operator of torch, before {self._places.text()}"
+        return f"code outside of torch's operators, just before {self._places.text()}"
 
 
 @contextmanager

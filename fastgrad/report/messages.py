@@ -415,7 +415,7 @@ _PHRASES: dict[FailureKind, str] = {
     "modified tangent": "Mismatch in tangent values of {input} before and after a call of the jvp. Other operators "
     "that use this tangent get wrong values.",
     "undefined tangent": "Mismatch in tangent values for output with index: {number} when the tangent of {input} is "
-    "undefined, which stands for zero: {detail}.",
+    "undefined, which means zero: {detail}.",
     "ranks differ": "The ranks have different values of the same tensor: {detail}.",
     "recorded gradient": "Backward gives different gradients with and without create_graph=True: {detail}.",
     "kept gradient": "Two grad_outputs with the same values give different gradients: {detail}. Backward may cache "
@@ -585,7 +585,7 @@ def _positions(report: ReportData, failure: Failure) -> list[str]:
         places.append(f"output {failure.output} is element {failure.output_position} of func's result")
     if failure.input is not None and failure.input != failure.input_position:
         places.append(f"input {failure.input} is argument {failure.input_position} of func")
-    return [f"  where      {'; '.join(places)} (tensors that do not require grad are not counted)"] if places else []
+    return [f"  where      {'; '.join(places)} (only tensors that require grad are numbered)"] if places else []
 
 
 def size_text(size: int) -> str:

@@ -59,7 +59,7 @@ def lines(precision: LowPrecision) -> list[str]:
 def _compared(precision: LowPrecision) -> str:
     if not precision.reference:
         return f"  compared   {precision.rows} in the lower dtype"
-    held = "; func computes in a wider dtype, so only one rounding is allowed" if precision.rounded_once else ""
+    held = "; func computes in a wider dtype, so a smaller error is allowed" if precision.rounded_once else ""
     return (
         f"  compared   {count(precision.entries, 'entry')} of {count(precision.products, 'VJP')} ({precision.rows}) "
         f"with {precision.reference}; rounding measured in {count(precision.draws, 'run')}{held}"

@@ -175,9 +175,9 @@ def _chosen(among: list[Variant], only: Sequence[str] | None, compiled: bool) ->
     if only is None:
         return [one for one in among if compiled or one.family != "compiled"]
     if not isinstance(only, Sequence) or isinstance(only, str) or not all(isinstance(name, str) for name in only):
-        raise TypeError(f"only must be a list of names of variants or families, got {only!r}.")
+        raise TypeError(f"only= must be a list of names of variants or families, got {only!r}.")
     if not only:
-        raise ValueError("only must name at least one variant or family, got an empty list.")
+        raise ValueError("only= must name at least one variant or family, got an empty list.")
     families = dict.fromkeys(variant.family for variant in among)
     known = {*families, *(one.path for one in among)}
     unknown = [name for name in only if name not in known]

@@ -375,7 +375,7 @@ class LinearityTest:
             if bool(((contiguous[0] - self._sums[which]).abs() <= allowed[which]).all()):
                 text += " (but not for a contiguous copy)"
         numbers = (values[which, coordinate].item() for values in (gradients, self._sums, allowed))
-        addends = "the rows of the Jacobian, each times its element of grad_output, add up to"
+        addends = "the rows of the Jacobian, weighted by grad_output, add up to"
         return nonlinear_sum("reverse", block, coordinate, f"for {text}", addends, *numbers)
 
 
@@ -439,12 +439,12 @@ def linearity_failure(
     part
         One of the two parts, shape (m,); None: a random half of the elements. Both parts are contiguous.
     """
-    addends = "the negated gradients for two negated parts of this grad_output add up to"
+    addends = "the sum of -backward(-part) over two parts of this grad_output is"
     if part is None:
         half = torch.empty_like(cotangent)
         ops.direction_(half, settings.seed, COTANGENT_STREAM, 0, True)
         part = torch.where(half == 0, 0.0, cotangent)
-        addends = "the negated gradients for the two negated halves of this grad_output add up to"
+        addends = "the sum of -backward(-half) over the two halves of this grad_output is"
     both = torch.stack([part, cotangent - part]).neg_()
     parts = -problem.vjp(both)
     failure = _sum_failure(problem, settings, gradient, parts, f"for {kind}", addends)

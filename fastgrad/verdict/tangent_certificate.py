@@ -117,7 +117,7 @@ class TangentCertificate:
 
     def certificate(self) -> Certificate:
         """The certificate, after `certify` has returned True."""
-        method = f"weighted sums of entries compared with the JVPs of {self._tangents} random tangents, one with zeros"
+        method = f"weighted sums of entries compared with the JVPs of {self._tangents} random tangents (one has zeros)"
         return Certificate(CLAIM, method, self._bound)
 
     def _jvps_of(self, tangents: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def nondeterministic_jvp(output: Block, detail: str) -> Failure:
 
 LINEAR_JVP = (
     "jvp is linear in its tangent",
-    "weighted sums of columns compared with the JVPs of 2 random tangents, one with zeros",
+    "weighted sums of columns compared with the JVPs of 2 random tangents (one has zeros)",
 )
 """The claim and the method of a `TangentLinearityTest`'s certificate."""
 
@@ -150,7 +150,7 @@ class TangentLinearityTest:
         which, component, allowed = wrong
         output = block_with(self._problem.outputs, component)
         numbers = (values[which, component].item() for values in (products, self._sums, allowed))
-        addends = "the columns of the Jacobian, each times its element of the tangent, add up to"
+        addends = "the columns of the Jacobian, weighted by the tangent, add up to"
         return nonlinear_sum("forward", output, component, _WHEN[which], addends, *numbers)
 
 

@@ -76,7 +76,7 @@ def test_a_mismatch() -> None:
         "  extent     12 of 8,448 entries\n"
         "             largest absolute error 0.482, largest relative error 0.5\n"
         "  probably every wrong analytical entry is 0.5 x the numerical one (residual 1e-09)\n"
-        "  where      input 1 is argument 2 of func (tensors that do not require grad are not counted)\n"
+        "  where      input 1 is argument 2 of func (only tensors that require grad are numbered)\n"
         "  engine     dense: 8 input coordinates, 1 output coordinate, 18 evaluations, 5 VJPs, 4.1 ms\n"
         "  reproduce  fastgrad.gradcheck(..., eps=1e-06, atol=1e-05, rtol=0.001, seed=0)"
     )

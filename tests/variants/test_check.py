@@ -477,7 +477,7 @@ def test_a_layout_that_vmap_does_not_support_fails_nothing() -> None:
         (lambda: (torch.ones(2),), {}, ValueError, "needs a tensor with requires_grad=True"),
         (matrix, {"only": ["points: nowhere"]}, ValueError, "unknown names"),
         (matrix, {"only": "points"}, TypeError, "must be a list"),
-        (matrix, {"only": []}, ValueError, "only must name at least one variant or family, got an empty list"),
+        (matrix, {"only": []}, ValueError, "only= must name at least one variant or family, got an empty list"),
         (matrix, {"only": 1}, TypeError, "must be a list"),
         (matrix, {"eps": -1.0}, ValueError, "eps must be positive and finite"),
         (matrix, {"seed": "a"}, ValueError, "seed must be an integer"),
