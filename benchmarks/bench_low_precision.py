@@ -37,6 +37,7 @@ from torch.utils import _pytree as pytree
 import fastgrad
 from benchmarks.cases import operators
 from benchmarks.measure import RESULTS
+from fastgrad.lowprecision.allowance import FACTOR, allowed
 from fastgrad.lowprecision.check import LowerCheck
 from fastgrad.lowprecision.comparison import SIGNIFICANT, Comparison
 from fastgrad.lowprecision.reference import RandomState, Reference
@@ -113,8 +114,9 @@ def operator_row(name: str, dtype: str, func: Any, reference: Any, inputs: tuple
     if run.comparison is not None and report.verdict == "passed" and run.comparison.size.numel():
         row |= {"found": found_shares(run.comparison, dtype)}
     if precision.second_look or (run.comparison is not None and report.failure is not None):
-        comparison = run.comparison
-        beyond = comparison.error > comparison.first_limit
+        comparison, inputs = run.comparison, run.comparison.products.inputs
+        first = comparison.spread.products + inputs.rounding(comparison.size), comparison.size, inputs.units
+        beyond = comparison.error > allowed(*first, FACTOR[comparison.dtype], comparison.once)
         row["second look"] = (
             float((comparison.error / comparison.scale)[beyond].nan_to_num(0).max()) if bool(beyond.any()) else 0
         )

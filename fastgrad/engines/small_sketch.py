@@ -40,7 +40,8 @@ class ScreeningGradOutputs(NamedTuple):
     zero, or are expanded. If there are several outputs, one cotangent is also run for each output separately. For
     custom code, there are also one-hot grad_outputs and, if outputs are complex, a real one. Without custom code, no
     cotangent is half zero, because the mostly zero one shows how kernels treat zeros; it is nonzero at the last element
-    of each output, where kernels may take another path.
+    of each output, where kernels may take another path. And if the only output is a number, two cotangents are enough:
+    no layout differs, and no element can be zero.
 
     Attributes
     ----------
@@ -98,7 +99,10 @@ def weighted_grad_outputs(
     random = list(cotangents(seed, weight, count, 0, imaginary_parts(weight, pairs)))
     if not is_custom:
         del random[count]  # removes the cotangent that is half zero
-    expanded = len(random) - 1
+    is_number = not is_custom and weight.numel() == 1
+    if is_number:
+        random = [random[-1], random[REPEATED]]
+    expanded = 0 if is_number else len(random) - 1
     found = _one_hot_coordinates(layout, seed) if is_custom else {}
     if is_custom:
         # One more coordinate, inside the outputs, because the rows of their last elements may be zero.
@@ -114,7 +118,7 @@ def weighted_grad_outputs(
         rows[number].zero_()[coordinate] = 1.0
     for number in separate:
         rows[number].copy_(rows[REPEATED])
-    if not is_custom:
+    if not is_custom and not is_number:
         mostly_zero = rows[expanded - 1]
         for first, width, elements in layout:
             last = slice(first + width * max(0, elements - 1), first + width * elements)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import CodeType, FunctionType, MethodType
@@ -69,8 +70,12 @@ def _plain(value: Any) -> str:
 
 def digest(value: Any) -> str:
     """A hexadecimal digest of a value."""
+    return _digest(value, {})
+
+
+def _digest(value: Any, seen: dict[int, Any]) -> str:
     found = hashlib.blake2b()
-    _add(found.update, value, {})
+    _add(found.update, value, seen)
     return found.hexdigest()[:_DIGITS]
 
 
@@ -88,6 +93,8 @@ def _add(update: Callable[[Any], None], value: Any, seen: dict[int, Any]) -> Non
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
             update(f"{value.dtype} {value.shape}".encode())
             update(value.tobytes())
+        elif isinstance(value, (set, frozenset)):  # their order differs between processes
+            update(" ".join(sorted(_digest(held, dict(seen)) for held in value)).encode())
         else:
             for held in _held_by(value):
                 _add(update, held, seen)
@@ -98,8 +105,8 @@ def _held_by(value: Any) -> Sequence[Any]:
     """The parts of an object that identify it."""
     if isinstance(value, Mapping):
         return [held for item in value.items() for held in item]
-    if isinstance(value, (tuple, list)):
-        return value
+    if isinstance(value, (tuple, list, deque)):
+        return list(value)
     if is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Module):
@@ -123,14 +130,22 @@ def _held_by(value: Any) -> Sequence[Any]:
 
 
 def _globals_of(function: FunctionType) -> list[Any]:
-    """Numbers, tensors and functions of its module to which a function refers."""
-    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    """Numbers, tensors and functions of its module to which a function, or one inside it, refers."""
+    named = [function.__globals__.get(name) for code in _codes(function.__code__) for name in code.co_names]
     return [
         value
         for value in named
         if isinstance(value, (*_PLAIN, Tensor, np.ndarray))
         or (isinstance(value, FunctionType) and value.__module__ == function.__module__)
     ]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of the functions inside it."""
+    yield code
+    for held in code.co_consts:
+        if isinstance(held, CodeType):
+            yield from _codes(held)
 
 
 def _contents(cell: Any) -> Any:

@@ -1059,3 +1059,9 @@ def test_deep_nesting_is_no_cycle() -> None:
         inputs = [inputs]
     with pytest.raises(RecursionError):
         fastgrad.gradcheck(torch.sin, inputs)
+
+
+def test_several_inputs_without_a_tuple() -> None:
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(TypeError, match=r"inputs must be one tuple if there are several.*got 2 positional arguments"):
+        fastgrad.gradcheck(torch.mul, x, x)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 import pickle
@@ -18,7 +19,7 @@ import fastgrad
 from fastgrad.core.ranks import RankError
 from fastgrad.report.failure import Failure
 from fastgrad.report.settings import Settings
-from fastgrad.sharding.calls import described, reject_differences
+from fastgrad.sharding.calls import described, digest, reject_differences
 from fastgrad.sharding.workers import Workers, _picklable
 from fastgrad.tools import cli
 from tests.distributed.faults import Fault, run
@@ -129,9 +130,30 @@ def test_what_func_captures_counts() -> None:
     pairs += [(scaled(torch.eye(2).to_sparse()), scaled(torch.zeros(2, 2).to_sparse()))]
     pairs += [(torch.nn.Linear(2, 2).forward, torch.nn.Linear(2, 2).forward)]
     pairs += [(scaled(with_method(2)), scaled(with_method(3)))]
+    pairs += [(scaled({1, 2}), scaled({1, 3})), (scaled(frozenset("ab")), scaled(frozenset("ac")))]
+    pairs += [(scaled(collections.deque([1])), scaled(collections.deque([2])))]
     for one, other in pairs:
         assert described(one, {}, Settings())["func"] != described(other, {}, Settings())["func"]
     assert described(scaled(2.0), {}, Settings()) == described(scaled(2.0), {}, Settings())
+
+
+FACTOR = 2.0
+
+
+def test_a_global_that_only_an_inner_function_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def func(x: Any) -> Any:
+        return (lambda: x * FACTOR)()
+
+    first = described(func, {}, Settings())
+    assert described(func, {}, Settings()) == first
+    monkeypatch.setitem(func.__globals__, "FACTOR", 3.0)
+    assert described(func, {}, Settings())["func"] != first["func"]
+
+
+def test_the_order_of_a_set_does_not_count() -> None:
+    one, other = set([0, 32]), set([32, 0])  # noqa: C405
+    assert list(one) != list(other)
+    assert digest(one) == digest(other)
 
 
 def with_method(factor: int) -> type:
