@@ -151,7 +151,7 @@ def test_a_global_that_only_an_inner_function_reads_counts(monkeypatch: pytest.M
 
 
 def test_the_order_of_a_set_does_not_count() -> None:
-    one, other = set([0, 32]), set([32, 0])  # noqa: C405
+    one, other = {0, 32}, {32, 0}
     assert list(one) != list(other)
     assert digest(one) == digest(other)
 
