@@ -124,11 +124,7 @@ def _jacobian_failure(
             if not settings.check_forward_ad:
                 return None
             rows_remain = False
-    rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
-    moving = partial(varying_row, problem, settings, plan.rows_per_block)
-    # Operators of torch give the same rows again; custom code may not.
-    again = partial(sums_of_rows, problem, plan.rows_per_block) if problem.is_custom else None
-    linearity = LinearityTest(problem, settings, rows_repeated, moving, sums_again=again) if problem.m > 1 else None
+    linearity = _linearity_test(problem, plan, settings) if problem.m > 1 else None
     forward = ForwardComparison(problem, plan, settings, findings) if settings.check_forward_ad else None
     rows_at_hand: Sequence[Rows] = ()
     if backward is not None:
@@ -168,6 +164,13 @@ def _graphs_agree(problem: Problem, settings: Settings, backward: WholeBackward,
     if not same_on_first_graph(problem, settings, *product):
         return False
     return not on_first_graph or same_afterwards(problem, settings, *product)
+
+
+def _linearity_test(problem: Problem, plan: Plan, settings: Settings) -> LinearityTest:
+    rows_repeated = all(output.tensor.numel() <= REPEATED_ROWS for output in problem.outputs)
+    moving = partial(varying_row, problem, settings, plan.rows_per_block)
+    again = partial(sums_of_rows, problem, plan.rows_per_block)
+    return LinearityTest(problem, settings, rows_repeated, moving, sums_again=again)
 
 
 def _linearity_failure(problem: Problem, linearity: LinearityTest, settings: Settings) -> Failure | None:

@@ -34,6 +34,10 @@ SMALLER_STEPS = 2.0**-10, 2.0**-14, 2.0**-17
 """Further steps, in units of eps. If many coordinates move together, they may cross kinks that a single one does not
 cross; smaller steps may avoid this."""
 
+COLUMNS_PER_OUTPUT = 8
+"""Least number of columns per output that is examined: its two evaluations are at most an eighth of the dense engine's.
+"""
+
 
 def exceeds_eps(values: Tensor, dtype: torch.dtype, eps: float) -> bool:
     """Whether steps along random directions exceed eps for some of the coordinates of an input of this dtype."""
@@ -106,15 +110,18 @@ class EpsCertificate:
         worst = rows[error[rows].argsort(descending=True)].tolist()
         entries: list[Found] = []
         unexplained = 0.0
-        for row in worst[:MAX_SUSPECTS]:
+        most = max(MAX_SUSPECTS, self._problem.n // COLUMNS_PER_OUTPUT)
+        for row in worst[:most]:
             own = differences.derivatives[0, row].item(), allowed[row].item()
             entry, rest = self._entry_outside(row, *own, row_of(row), taken)
             if entry is not None and entry.remeasured is not None:
                 return located_failure([entry])
             unexplained = max(unexplained, rest)
             entries += [] if entry is None else [entry]
-        if not entries and len(worst) > MAX_SUSPECTS:  # with more entries, the other outputs are compared again
-            unexplained = max(unexplained, error[worst[MAX_SUSPECTS]].item())
+            if len(entries) == MAX_SUSPECTS:
+                break
+        if not entries and len(worst) > most:  # with more entries, the other outputs are compared again
+            unexplained = max(unexplained, error[worst[most]].item())
         note_changes(self._problem, self._settings, self._base, taken)
         learnt = [(np.full(len(entry.columns), entry.row), np.array(entry.columns)) for entry in entries]
         return incomplete(learnt, unexplained=unexplained or None)

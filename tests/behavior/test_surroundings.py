@@ -362,6 +362,7 @@ def test_the_profiler_shows_the_phases() -> None:
             "repeated calls",
             "analytical columns",
             "linearity of jvp",
+            "forward against reverse mode",
             "undefined tangents",
             "batched tangents",
             "batched gradients",
