@@ -40,8 +40,8 @@ class ScreeningGradOutputs(NamedTuple):
     zero, or are expanded. If there are several outputs, one cotangent is also run for each output separately. For
     custom code, there are also one-hot grad_outputs and, if outputs are complex, a real one. Without custom code, no
     cotangent is half zero, because the mostly zero one shows how kernels treat zeros; it is nonzero at the last element
-    of each output, where kernels may take another path. And if the only output is a number, two cotangents are enough:
-    no layout differs, and no element can be zero.
+    of each output, where kernels may take another path. If the only output is a number, one dense and one constant
+    cotangent are enough: no layout differs, and no element can be zero.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ def weighted_grad_outputs(
     random = list(cotangents(seed, weight, count, 0, imaginary_parts(weight, pairs)))
     if not is_custom:
         del random[count]  # removes the cotangent that is half zero
-    is_number = not is_custom and weight.numel() == 1
+    is_number = weight.numel() == 1
     if is_number:
         random = [random[-1], random[REPEATED]]
     expanded = 0 if is_number else len(random) - 1

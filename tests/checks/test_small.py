@@ -67,6 +67,7 @@ def test_right_gradients_pass_at_once(
         # a multiple, a small positive one and a negative one; repeats of a dense one, of this one and both one-hot ones
         # on the third graph, and of a dense and a one-hot one on the first graph.
         (function(torch.sin, lambda g, x: g * x.cos()), 30, 7, 20),
+        (function(lambda x: x.sin().mean(), lambda g, x: g * x.cos() / 30), 30, 7, 14),
     ],
 )
 def test_cost_in_fast_mode(func: Func, n: int, evaluations: int, vjps: int) -> None:
