@@ -181,12 +181,14 @@ def _products_agree(
 
 @phase("comparison")
 def same_as_reverse(check: SmallCheck) -> bool:
-    """Whether forward and reverse mode give the same products; both have passed."""
+    """Whether forward and reverse mode give the same v^T J u for a random u and v; both modes have passed."""
     problem, settings, backward = check.problem, check.settings, check.backward
-    vjps = check.products if backward is None else product_at_hand(problem, settings, backward)[:2]
+    vjps = check.products if backward is None else product_at_hand(problem, settings, backward)
     assert vjps is not None
     assert check.tangents is not None
-    return modes_agree(settings, problem.unit_roundoff, vjps, (check.tangents[0], check.tangents[2]))
+    directions, _, products = check.tangents
+    dense = -check.dense_tangent
+    return modes_agree(settings, problem.unit_roundoff, (vjps[0][0], vjps[1][0]), (directions[dense], products[dense]))
 
 
 @phase("batched tangents")
