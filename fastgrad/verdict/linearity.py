@@ -352,9 +352,8 @@ class LinearityTest:
         if differ(gradients, self._sums, rounding, False):
             self._variation = max(self._variation, *(variation_between(self._vjps(), gradients) for _ in range(RERUNS)))
             if not self._variation and self._problem.is_custom and self._sums_again is not None:
-                changed = differ(
-                    self._sums_again(self.cotangents), self._sums, rounding + self._settings.nondet_tol, False
-                )
+                allowed = rounding + self._settings.nondet_tol
+                changed = differ(self._sums_again(self.cotangents), self._sums, allowed, False)
                 return nondeterministic(self._problem.outputs[0]) if changed else None
         if not self._variation:
             return None
