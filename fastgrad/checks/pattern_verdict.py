@@ -466,6 +466,8 @@ class PatternVerdict(_Entries):
         if isinstance(elsewhere, Failure) and other and other.largest_absolute > comparison.largest_absolute:
             self.findings.pairs = []
             return elsewhere
-        output, block = self._problem.outputs[failure.output or 0], self._problem.inputs[failure.input or 0]
-        whole = replace(comparison, entries=entry_count(output, block), exhaustive=False, on_pattern=False)
+        # A tensor that is passed twice is one input, but has two numbers.
+        output = next(block for block in self._problem.outputs if block.index == failure.output)
+        input_ = next(block for block in self._problem.inputs if block.index == failure.input)
+        whole = replace(comparison, entries=entry_count(output, input_), exhaustive=False, on_pattern=False)
         return replace(failure, comparison=whole)

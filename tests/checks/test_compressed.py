@@ -795,3 +795,17 @@ def test_a_pattern_of_complex_elements_that_lacks_single_coordinates(missing: in
     assert report.plan is not None
     assert report.plan.engine == "compressed"
     assert not fastgrad.check(lambda z: func(z) + 2e-5 * z.roll(1).detach(), z).passed
+
+
+def test_a_wrong_input_behind_a_tensor_that_is_passed_twice() -> None:
+    a, b = (torch.linspace(0, end, 30, dtype=torch.float64, requires_grad=True) for end in (1, 2))
+
+    def func(a: Tensor, again: Tensor, b: Tensor) -> Tensor:
+        total = 0.01 * b.sum()
+        return a + again + b + (total.detach() - total)
+
+    report = fastgrad.check(func, (a, a, b))
+    assert report.failure is not None
+    assert (report.failure.kind, report.failure.input) == ("mismatch", 2)
+    assert report.failure.comparison is not None
+    assert report.failure.comparison.entries == 30 * 30
