@@ -28,14 +28,10 @@ OneOrEach = float | Sequence[float] | Mapping[str, float]
 def reject_positional(positional: tuple[Any, ...]) -> NoReturn:
     """Raises a TypeError that names the keyword: torch 1.8 and Lucid accepted eps, atol, rtol, ... by position."""
     if isinstance(positional[0], Tensor) and positional[0].requires_grad:
-        raise TypeError(
-            f"inputs must be one tuple if there are several, for example gradcheck(func, (x, y)); got "
-            f"{count(1 + len(positional), 'positional argument')} after func."
-        )
-    raise TypeError(
-        f"eps and all arguments after it are keyword-only, for example eps={positional[0]!r}; got {len(positional)} "
-        f"positional argument{'s' if len(positional) > 1 else ''} too many."
-    )
+        required = "inputs must be one tuple if there are several, for example gradcheck(func, (x, y))"
+    else:
+        required = f"eps and all arguments after it are keyword-only, for example eps={positional[0]!r}"
+    raise TypeError(f"{required}; got {count(len(positional), 'positional argument')} too many.")
 
 
 _OTHERS = ("grad_outputs", "order", "inputs", "precision", "reference", "reference_device")

@@ -32,8 +32,8 @@ def modes_agree(
     """Whether v^T J u is the same by both modes; vjp: v and v^T J, shapes (m,) and (n,); jvp: u and J u."""
     reverse, forward = (vjp[1] @ jvp[0]).item(), (vjp[0] @ jvp[1]).item()
     difference, allowed = abs(reverse - forward), settings.atol * PRODUCT_SHARE
-    if difference <= allowed or (math.isnan(reverse) and math.isnan(forward)):
-        return True
+    if difference <= allowed or reverse == forward or (math.isnan(reverse) and math.isnan(forward)):
+        return True  # also if both are infinite
     return difference <= allowed + ROUNDING * unit_roundoff * (vjp[1].abs() @ jvp[0].abs()).item()
 
 

@@ -65,3 +65,8 @@ def test_complex_modes_agree(fast_mode: bool) -> None:
     x = torch.randn(3, dtype=torch.complex128, requires_grad=True)
     # The list is left to the complete check.
     assert fastgrad.gradcheck(lambda x, _: x * x.conj().sin(), (x, [1]), check_forward_ad=True, fast_mode=fast_mode)
+
+
+def test_infinite_derivatives_agree() -> None:
+    x = torch.tensor([1e-8, 2e-8], dtype=torch.float64, requires_grad=True)
+    assert fastgrad.gradcheck(lambda x: x * 1e300 * 1e10, x, check_forward_ad=True)

@@ -118,9 +118,8 @@ class TestRightGradients:
     def test_pass_with_few_more_evaluations(
         self, monkeypatch: pytest.MonkeyPatch, func: Func, most: int, size: float
     ) -> None:
-        set_costs(
-            monkeypatch, guess_seconds=0.0, align_seconds=0.0, probe_seconds=0.0
-        )  # the same engine on any machine
+        # The same engine on any machine.
+        set_costs(monkeypatch, guess_seconds=0.0, align_seconds=0.0, probe_seconds=0.0)
         normal = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         x = (size * normal).requires_grad_()
         report = fastgrad.check(func, x)
