@@ -34,7 +34,8 @@ def modes_agree(
     difference, allowed = abs(reverse - forward), settings.atol * PRODUCT_SHARE
     if difference <= allowed or reverse == forward or (math.isnan(reverse) and math.isnan(forward)):
         return True  # also if both are infinite
-    return difference <= allowed + ROUNDING * unit_roundoff * (vjp[1].abs() @ jvp[0].abs()).item()
+    rounding = ROUNDING * unit_roundoff * (vjp[1].abs() @ jvp[0].abs()).item()
+    return math.isfinite(rounding) and difference <= allowed + rounding
 
 
 @phase("forward against reverse mode")
