@@ -163,6 +163,7 @@ PYBIND11_MODULE(_C, module) {
       .def("repeats", torch::wrap_pybind_function(&SmallProblem::repeats))
       .def("first_other_vjp", torch::wrap_pybind_function(&SmallProblem::first_other_vjp))
       .def("whole_backward", torch::wrap_pybind_function(&SmallProblem::whole_backward))
+      .def("completed", torch::wrap_pybind_function(&SmallProblem::completed))
       .def("base", torch::wrap_pybind_function(&SmallProblem::base))
       .def("outputs_of_graph", torch::wrap_pybind_function(&SmallProblem::outputs_of_graph))
       .def("difference_columns", torch::wrap_pybind_function(&SmallProblem::difference_columns))

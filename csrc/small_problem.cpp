@@ -260,10 +260,18 @@ std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> SmallProblem::fir
 
 WholeBackward SmallProblem::whole_backward(
     const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
-    bool undefined, int64_t fewest_vectorized, double atol, double rtol) const {
+    bool brief, bool undefined, int64_t fewest_vectorized, double atol, double rtol) const {
   WholeBackward whole = fastgrad::whole_backward(
-      graph(), blocks_, on_device(cotangents), layouts, repeated, repeat_scale, undefined, fewest_vectorized, atol,
-      rtol);
+      graph(), blocks_, on_device(cotangents), layouts, repeated, repeat_scale, brief, undefined, fewest_vectorized,
+      atol, rtol);
+  return device_.is_cpu() ? whole : whole.to(at::kCPU);
+}
+
+WholeBackward SmallProblem::completed(
+    const WholeBackward& backward, const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated,
+    double repeat_scale) const {
+  WholeBackward whole = device_.is_cpu() ? backward : backward.to(device_);
+  complete(whole, graph(), blocks_, on_device(cotangents), layouts, repeated, repeat_scale);
   return device_.is_cpu() ? whole : whole.to(at::kCPU);
 }
 
@@ -358,7 +366,7 @@ std::optional<std::vector<std::vector<std::pair<double, double>>>> SmallProblem:
       const int64_t width = coordinates_per_element(output.like);
       if (!real_parts || width == 2) {
         const WholeBackward::Rows& rows = backward.parts.at(part++);
-        if (!rows.match.repeats || !rows.match.sizes || (check_dtypes && !rows.match.dtypes)) {
+        if (!rows.match.repeats || !rows.match.sizes || !rows.match.strided || (check_dtypes && !rows.match.dtypes)) {
           return std::nullopt;
         }
         const int64_t own = first + (width == 2 && !real_parts ? 1 : 0);

@@ -71,7 +71,12 @@ class SmallProblem {
   // All VJPs, as whole_backward in whole_backward.h.
   WholeBackward whole_backward(
       const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
-      bool undefined, int64_t fewest_vectorized, double atol, double rtol) const;
+      bool brief, bool undefined, int64_t fewest_vectorized, double atol, double rtol) const;
+
+  // A copy of a brief `backward` with the VJPs that it left out, as `complete` in whole_backward.h.
+  WholeBackward completed(
+      const WholeBackward& backward, const at::Tensor& cotangents, const std::vector<int64_t>& layouts,
+      int64_t repeated, double repeat_scale) const;
 
   // The outputs of the first evaluation, and those of the current graph: float64, shape (m,).
   at::Tensor base() const;

@@ -13,6 +13,7 @@
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/le.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
@@ -135,6 +136,31 @@ std::optional<GradientsMatch> try_vectorized_rows(
   }
 }
 
+// The gradients for zero or undefined grad_outputs; notes if they are not zero.
+std::vector<at::Tensor> take_zeros(
+    WholeBackward& whole, const Graph& graph, const std::vector<InputBlock>& inputs, std::vector<at::Tensor> found) {
+  check_in_place(inputs);
+  whole.vjps += 1;
+  for (size_t k = 0; k < found.size(); ++k) {
+    if (found[k].defined() && !is_plain_zero(found[k], graph.inputs()[k])) {
+      whole.are_zero = false;
+      found[k] = found[k].clone();  // it is compared later, and backward may overwrite its results until then
+    }
+  }
+  return found;
+}
+
+// Runs the first product again.
+void repeat_first_product(
+    WholeBackward& whole, Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    const std::vector<int64_t>& layouts) {
+  const at::Tensor first = cotangents.narrow(0, 0, 1);
+  const std::vector<int64_t> own(layouts.begin(), layouts.begin() + (layouts.empty() ? 0 : 1));
+  const at::Tensor again = std::get<0>(vjp_coordinates(graph, inputs, first, own, /*only=*/{}));
+  whole.vjps += 1;
+  whole.movement = largest_difference(again, whole.products.narrow(0, 0, 1));
+}
+
 // Whether the products equal the sums of the rows of all outputs.
 bool add_up(
     const WholeBackward& whole, const std::vector<at::Tensor>& outputs, const at::Tensor& cotangents, double atol,
@@ -206,34 +232,16 @@ bool are_close(
 
 WholeBackward whole_backward(
     Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
+    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool brief, bool undefined,
     int64_t fewest_vectorized, double atol, double rtol) {
   TORCH_CHECK(
       fewest_vectorized == 0 || repeated == 0, "whole_backward: repeated must be 0 if rows may be vectorized, got ",
       repeated);
   WholeBackward whole;
   const std::vector<at::Tensor>& outputs = graph.outputs();
-  const std::vector<at::Tensor>& arguments = graph.inputs();
   const int64_t n = total(inputs);
-  const auto take_zeros = [&](std::vector<at::Tensor> found) {
-    check_in_place(inputs);
-    whole.vjps += 1;
-    for (size_t k = 0; k < found.size(); ++k) {
-      if (found[k].defined() && !is_plain_zero(found[k], arguments[k])) {
-        whole.are_zero = false;
-        found[k] = found[k].clone();  // it is compared later, and backward may overwrite its results until then
-      }
-    }
-    whole.zeros.push_back(std::move(found));
-  };
-  const auto take_all_zeros = [&] {
-    take_zeros(graph.all().vjp_of_zeros());
-    if (undefined) {
-      take_zeros(graph.all().vjp_of_undefined(std::nullopt));
-      for (size_t o = 0; outputs.size() > 1 && o < outputs.size(); ++o) {
-        take_zeros(graph.all().vjp_of_undefined(static_cast<int64_t>(o)));
-      }
-    }
+  const auto take_undefined = [&](std::optional<int64_t> only) {
+    whole.zeros.push_back(take_zeros(whole, graph, inputs, graph.all().vjp_of_undefined(only)));
   };
   bool repeats_all = true;
   bool vectorizes = fewest_vectorized > 0;  // until the backward of an output cannot be vectorized
@@ -269,19 +277,47 @@ WholeBackward whole_backward(
       take_rows(o, /*imaginary=*/false);
     }
   }
-  take_all_zeros();  // last: if a backward is wrong in its first calls, a product is wrong, too, and fails a comparison
+  // Last: if a backward is wrong in its first calls, a product is wrong, too, and fails a comparison.
+  if (!brief) {
+    whole.zeros.push_back(take_zeros(whole, graph, inputs, graph.all().vjp_of_zeros()));
+  }
+  if (undefined) {
+    take_undefined(std::nullopt);
+    for (size_t o = 0; outputs.size() > 1 && o < outputs.size(); ++o) {
+      take_undefined(static_cast<int64_t>(o));
+    }
+  }
   if (cotangents.size(0) == 0) {
     return whole;
   }
-  if (!repeats_all) {
-    const at::Tensor first = cotangents.narrow(0, 0, 1);
-    const std::vector<int64_t> own(layouts.begin(), layouts.begin() + (layouts.empty() ? 0 : 1));
-    const at::Tensor again = std::get<0>(vjp_coordinates(graph, inputs, first, own, /*only=*/{}));
-    whole.vjps += 1;
-    whole.movement = largest_difference(again, whole.products.narrow(0, 0, 1));
+  if (!repeats_all && !brief) {
+    repeat_first_product(whole, graph, inputs, cotangents, layouts);
   }
   whole.add_up = add_up(whole, outputs, cotangents, atol, rtol);
   return whole;
+}
+
+void complete(
+    WholeBackward& whole, Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale) {
+  size_t part = 0;
+  for (const bool real_parts : {false, true}) {
+    for (size_t o = 0; o < graph.outputs().size() && !whole.vectorized; ++o) {
+      const at::Tensor& output = graph.outputs()[o];
+      if (!real_parts || output.is_complex()) {
+        WholeBackward::Rows& own = whole.parts.at(part++);
+        const int64_t twice = std::min(output.numel(), repeated);
+        const at::Tensor again = at::empty({twice, own.rows.size(1)}, own.rows.options());
+        own.repeated = at::empty_like(again);
+        const bool imaginary = output.is_complex() && !real_parts;
+        own.match.repeats =
+            vjp_rows(graph, static_cast<int64_t>(o), inputs, 0, imaginary, again, own.repeated, repeat_scale).repeats;
+        whole.vjps += 2 * twice;
+      }
+    }
+  }
+  whole.zeros.insert(whole.zeros.begin(), take_zeros(whole, graph, inputs, graph.all().vjp_of_zeros()));
+  repeat_first_product(whole, graph, inputs, cotangents, layouts);
 }
 
 WholeBackward WholeBackward::to(at::Device device) const {

@@ -25,8 +25,8 @@ struct WholeBackward {
   at::Tensor products;      // VJPs of the cotangents, as from vjp_coordinates
   double movement = 0.0;    // largest change of the first product when it was run again
   bool add_up = true;       // whether the products are the sums of the rows, weighted by the cotangents
-  // Gradients for zero grad_outputs; with `undefined`, also for undefined grad_outputs of all outputs and, if there are
-  // several, of each output.
+  // Gradients for zero grad_outputs, unless `brief`; with `undefined`, also for undefined grad_outputs of all outputs
+  // and, if there are several, of each output.
   std::vector<std::vector<at::Tensor>> zeros;
   bool are_zero = true;  // whether all of these are known to be zero and like their inputs (is_plain_zero)
   int64_t vjps = 0;
@@ -35,15 +35,22 @@ struct WholeBackward {
   WholeBackward to(at::Device device) const;
 };
 
-// Runs all VJPs: of zeros, of undefined grad_outputs, of one-hot ones as in vjp_rows, and of `cotangents`
-// (float64, shape (count, coordinates of all outputs)) in `layouts`; without cotangents, there are no products. The
-// sums of the rows may differ from the products by min(atol, rtol * the largest sum). If an output has
-// `fewest_vectorized` elements or more (0: never), its rows are one vectorized VJP, if the backward can be vectorized;
-// then pass 0 for `repeated`.
+// Runs all VJPs: of `cotangents` (float64, shape (count, coordinates of all outputs)) in `layouts`, of one-hot
+// grad_outputs as in vjp_rows, of zeros, of undefined grad_outputs, and of the first cotangent again. Without
+// cotangents, there are no products. The sums of the rows may differ from the products by
+// min(atol, rtol * the largest sum). If an output has `fewest_vectorized` elements or more (0: never), its rows are one
+// vectorized VJP, if the backward can be vectorized; then pass 0 for `repeated`. brief: neither zeros nor the first
+// cotangent again, for built-in code: a mostly zero cotangent shows how it treats zeros, and the caller repeats a VJP.
 WholeBackward whole_backward(
     Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
+    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool brief, bool undefined,
     int64_t fewest_vectorized, double atol, double rtol);
+
+// Runs what a brief whole_backward with cotangents has left out: some rows again, unless they were vectorized, zeros,
+// and the first cotangent again.
+void complete(
+    WholeBackward& whole, Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale);
 
 // The VJPs of several grad_outputs of one output, as one vectorized VJP. The first dimension of `cotangents` and of
 // each gradient counts them; a gradient is undefined if there is none. As torch.autograd.grad with is_grads_batched.

@@ -224,10 +224,19 @@ class SmallProblem:
         layouts: Sequence[int],
         repeated: int,
         repeat_scale: float,
+        brief: bool,
         undefined: bool,
         fewest_vectorized: int,
         atol: float,
         rtol: float,
+    ) -> WholeBackward: ...
+    def completed(
+        self,
+        backward: WholeBackward,
+        cotangents: Tensor,
+        layouts: Sequence[int],
+        repeated: int,
+        repeat_scale: float,
     ) -> WholeBackward: ...
     def base(self) -> Tensor: ...
     def outputs_of_graph(self) -> Tensor: ...
@@ -400,6 +409,7 @@ def whole_backward(
     layouts: Sequence[int],
     repeated: int,
     repeat_scale: float,
+    brief: bool,
     undefined: bool,
     fewest_vectorized: int,
     atol: float,

@@ -52,21 +52,35 @@ def _cotangents(m: int, seed: int, device: torch.device) -> Tensor:
     return linearity_cotangents(m, seed, device, GRAD_OUTPUT_KINDS if m > 1 else ())
 
 
+def _products(problem: Problem | SmallProblem, settings: Settings) -> tuple[Tensor, Sequence[int]]:
+    """The cotangents of the products, shape (count, m), and the layout of each."""
+    layouts = [kind.layout for kind in GRAD_OUTPUT_KINDS] if problem.m > 1 else ()
+    return _cotangents(problem.m, settings.seed, problem.device), layouts
+
+
 @phase("backward")
 def whole_backward(problem: Problem | SmallProblem, settings: Settings, seconds: float) -> WholeBackward:
-    """All VJPs of a check of a small problem, vectorized if possible; seconds: the time of one evaluation."""
-    m, fewest = problem.m, _fewest_vectorized(problem)
+    """All VJPs of a check of a small problem, vectorized if possible; seconds: the time of one evaluation.
+
+    In a small check without custom code, one product is repeated later, on another graph; no other VJP is repeated.
+    """
+    m, fewest, brief = problem.m, _fewest_vectorized(problem), isinstance(problem, SmallProblem) and _is_brief(problem)
     vectorized = fewest <= m <= most_vectorized_rows(problem, seconds)
     return problem.whole_backward(
-        _cotangents(m, settings.seed, problem.device),
-        [kind.layout for kind in GRAD_OUTPUT_KINDS] if m > 1 else (),
-        0 if vectorized else REPEATED_ROWS,  # the products of vectors detect rows that vary or are not homogeneous
+        *_products(problem, settings),
+        # The products of vectors detect rows that vary or are not homogeneous.
+        0 if vectorized or brief else REPEATED_ROWS,
         REPEAT_SCALE,
+        brief,
         settings.check_undefined_grad,
         fewest if vectorized else 0,
         settings.atol,
         ROUNDING * problem.unit_roundoff * m**0.5 if m > 1 else 0.0,
     )
+
+
+def _is_brief(problem: SmallProblem) -> bool:
+    return not problem.is_custom and problem.m > 1
 
 
 def _fewest_vectorized(problem: Problem | SmallProblem) -> int:
@@ -214,10 +228,27 @@ def _same_afterwards(check: SmallCheck) -> bool:
     check.on_graph.vjps += 1
     if problem.repeats(*at_hand):
         return True
-    # Some bits differ. If the gradients agree within the tolerances, the complete check uses them.
-    if not same_afterwards(check.on_graph, check.settings, *at_hand):
-        check.vjp_varies, check.backward = True, None
+    # Some bits differ. If the gradients agree within the tolerances, the complete check decides with new ones.
+    check.vjp_varies = not same_afterwards(check.on_graph, check.settings, *at_hand)
+    check.backward = None
     return False
+
+
+def complete_backward(check: SmallCheck) -> None:
+    """Runs the VJPs that a check without custom code has left out, because the complete check uses them.
+
+    If VJPs changed, or there is no graph, drops those that ran.
+    """
+    problem, backward = check.problem, check.backward
+    if backward is None or not _is_brief(problem):
+        return
+    if check.vjp_varies or not problem.is_plain:
+        check.backward = None
+        return
+    given = *_products(problem, check.settings), REPEATED_ROWS, REPEAT_SCALE
+    check.backward = check.noted(partial(problem.completed, backward, *given))
+    if check.backward is not None:
+        check.on_graph.vjps += check.backward.vjps - backward.vjps
 
 
 def _rows_repeat(check: SmallCheck, backward: WholeBackward) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastgrad.checks.one_block import rows_agree, runs_single_rows
+from fastgrad.checks.one_block import complete_backward, rows_agree, runs_single_rows
 from fastgrad.checks.small_calls import columns_are_vectorized, earlier_vjps_repeat, first_outputs_repeat
 from fastgrad.checks.small_result import SmallCheck
 from fastgrad.core.errors import as_raised
@@ -79,6 +79,8 @@ def _run(check: SmallCheck) -> None:
         check.vjp_varies = True  # if this does not recur in the complete check, it was the error of one call
     elif agree and check.is_consistent:
         check.passes = _other_checks_pass(check)
+    if not check.passes:
+        complete_backward(check)
 
 
 def _run_again(func: Callable[..., Any], arguments: tuple[Any, ...], settings: Settings) -> None:

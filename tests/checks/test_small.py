@@ -167,7 +167,21 @@ def test_cost_after_a_jump() -> None:
 
     target = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64, requires_grad=True)
     report = fastgrad.check(func, (leaf(5), target), fast_mode=True)
-    assert (report.verdict, report.evaluations, report.vjps) == ("passed", 28, 17)
+    assert (report.verdict, report.evaluations, report.vjps) == ("passed", 28, 13)
+
+
+@pytest.mark.parametrize("m", [2, 3, 5, 11, 12, 20])
+def test_cost_without_a_pattern(m: int) -> None:
+    """The rows, four products of which one is repeated, and an undefined grad_output; 2 n steps, and two graphs."""
+    matrix = torch.randn(m, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    report = fastgrad.check(lambda x: (matrix @ x).sin(), leaf(4))
+    assert (report.verdict, report.evaluations, report.vjps) == ("passed", 10, m + 6)
+
+
+def test_a_failing_check_without_a_pattern_runs_what_a_passing_one_leaves_out() -> None:
+    """Two rows again, twice; zeros; and a product: for a failure, the backward must be known to repeat."""
+    report = fastgrad.check(lambda x: x * x.detach().sum(), leaf(5))
+    assert (report.verdict, report.vjps) == ("failed", 18)
 
 
 def test_cost_of_a_backward_that_rounds_more_than_a_few_operations() -> None:
@@ -343,10 +357,10 @@ def test_every_vjp_is_counted_if_the_last_bits_of_gradients_change() -> None:
     def alternating(x: Tensor) -> Tensor:
         return x.sin() * (1.0 + 2.0**-52 * (next(calls) % 2))
 
-    # 16 as for a gradient that stays the same, one that shows that it is the same within the tolerances, and two of the
+    # 12 as for a gradient that stays the same, one that shows that it is the same within the tolerances, and 16 of the
     # complete check.
     report = fastgrad.check(alternating, leaf(6))
-    assert (report.passed, report.evaluations, report.vjps) == (True, 15, 19)
+    assert (report.passed, report.evaluations, report.vjps) == (True, 15, 29)
 
 
 def test_vjps_that_are_not_compared_with_rows_are_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
