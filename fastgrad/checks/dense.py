@@ -97,7 +97,7 @@ def _nonzero_numerical(
             return Failure.at("nonzero numerical gradient", output, block, detail=f"{columns[column, row].item():.6g}")
         del columns  # before the next ones are computed: the memory limit is for one block
     findings.certificates.append(
-        Certificate("func does not depend on its inputs", "every column: the outputs are equal, bit by bit", 0.0)
+        Certificate("func does not depend on its inputs", "every column: the outputs are equal, bit for bit", 0.0)
     )
     return None
 

@@ -587,6 +587,6 @@ def screen_constant(problem: Problem, settings: Settings) -> Screening:
                 return Screening(Failure.at("nonzero numerical gradient", output, block, detail=f"{value:.6g}"))
             break  # only the joint step changed the output, for example across a jump: try smaller steps
         else:
-            method = f"{sketch_size(settings.confidence)} random directions: the outputs are equal, bit by bit"
+            method = f"{sketch_size(settings.confidence)} random directions: the outputs are equal, bit for bit"
             return Screening(certificates=(Certificate("func does not depend on its inputs", method, 0.0),))
     return Screening(undecided=float("inf"))

@@ -252,7 +252,8 @@ def _of_permutations(matrices: _Matrices, sample: Sample, words: Wording) -> Ite
                 ": backward applies a permutation instead of its inverse, or the inverse instead of the permutation"
             )
             measure = (
-                f"sorted entries differ by at most {float(difference):.1g}; {moved} of {count} positions are wrong"
+                f"after sorting, entries differ by at most {float(difference):.1g}; {moved} of {count} positions are "
+                "wrong"
             )
             yield Cause("permuted", text, measure, 0.91)
             return

@@ -29,8 +29,8 @@ def checked_placement(name: str, placement: Any) -> Placement:
     """The placement of a tensor of this name, if it is supported."""
     if isinstance(placement, Partial) and (type(placement) is not Partial or placement.reduce_op != "sum"):
         raise NotImplementedError(
-            f"{name} is {placement!r}, but partial tensors must be sums: let func return an average as Partial(), each "
-            "rank's tensor divided by the number of ranks."
+            f"{name} is {placement!r}, but partial tensors must be sums. For an average, divide each rank's tensor by "
+            "the number of ranks, and use Partial()."
         )
     if not isinstance(placement, (Shard, Replicate, Partial)):
         raise TypeError(f"{name} needs a placement (Shard(dim), Replicate() or Partial()), got {placement!r}.")

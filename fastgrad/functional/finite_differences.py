@@ -19,14 +19,15 @@ from torch import Tensor
 from fastgrad.checks.compressed import atol_outside, numerical_entries
 from fastgrad.core.errors import raise_unless_of_func
 from fastgrad.core.native import ops
-from fastgrad.core.precision import spacing
+from fastgrad.core.precision import ROUNDING, spacing
 from fastgrad.core.random import SKETCH_DIRECTIONS, direction
 from fastgrad.core.tensors import largest, ones_at
 from fastgrad.engines.compressed import Compression
 from fastgrad.engines.extrapolation import extrapolate
-from fastgrad.engines.measured_steps import LARGEST_STEP, RATIO, measured
+from fastgrad.engines.measured_steps import LARGEST_STEP, RATIO, Measured, measured
 from fastgrad.engines.plan import MIN_COLUMNS_FOR_PROBING
 from fastgrad.engines.ridders import settled
+from fastgrad.engines.rounding_inside import KINK_SHARE, hidden_derivatives, is_constant, kink
 from fastgrad.engines.stairs import mark_stairs
 from fastgrad.problem.coordinates import Block
 from fastgrad.problem.first_look import first_look
@@ -44,6 +45,9 @@ step is small enough, for example because all steps cross a pole."""
 CLOSER_SHARE = 2.0**-6
 """Factor from the step of one-sided derivatives to a smaller step. At a kink, the gap between the derivatives does not
 shrink; on a smooth curve, it shrinks with the step."""
+
+EXACT = 64.0
+"""Least size of a change, in units of the smallest one, for which rounding inside func hardly matters."""
 
 DIRECTIONS_ELSEWHERE = 2
 """Number of random directions whose derivatives show the size of entries outside a pattern."""
@@ -160,13 +164,14 @@ def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool
     """
     settings, eps = Settings(), _step(problem)
     own = Tolerances(atol=settings.atol, rtol=0.0)
-    (found,) = settled([[measured(problem, columns, rows, record_graph, eps)]], own)
+    one = measured(problem, columns, rows, record_graph, eps)
+    (found,) = settled([[one]], own)
     mark_stairs(problem, record_graph, eps, columns, rows, found, own)
     mean, gap = (found.left + found.right) / 2, (found.left - found.right).abs()
     is_undecided = found.values.isnan()
     values = torch.where(is_undecided, mean, found.values)
     size = torch.maximum(found.left.abs(), found.right.abs())
-    errors = torch.where(is_undecided, torch.inf, found.errors)
+    errors = torch.where(is_undecided, torch.inf, torch.maximum(found.errors, _hidden(one, found.values)))
     # Small steps at which func changes by less than its internal rounding agree on another slope, often zero.
     rounded = found.doubtful & ~is_undecided
     if bool(rounded.any()):
@@ -178,6 +183,23 @@ def _refined(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool
     if bool(kink.any()):
         kink &= _gap_closer(problem, columns, rows, record_graph, eps) >= gap / 2
     return values, torch.where(kink, torch.maximum(errors.nan_to_num(posinf=0.0), gap / 2), errors)
+
+
+def _hidden(one: Measured, values: Tensor) -> Tensor:
+    """How far a derivative that rounding inside func hides at small steps is from `values`: shape (entries,).
+
+    Small steps do not change 1 + x^6 next to 0.01, for example, or a term in lower precision. What larger steps show
+    besides `values` may be its derivative, unless all of them show a kink.
+    """
+    rest, zeros = one.changes - values.nan_to_num() * one.widths, torch.zeros_like(values)
+    rest = torch.where((one.widths == 0) | (rest.abs() <= ROUNDING * one.rounding), 0.0, rest)
+    hiding, seen = one._replace(changes=rest), rest.isfinite() & (rest != 0)
+    smallest = torch.where(seen & is_constant(hiding), rest.abs(), torch.inf).amin(0)
+    hidden = hidden_derivatives(hiding, smallest, zeros, Tolerances(0.0, 0.0), zeros)
+    exact = seen & (rest.abs() >= EXACT * smallest)
+    kinks = kink(one.bends[:-1], one.bends[1:], one.ratio, one.steps[1:])
+    least = torch.where(exact[1:] & exact[:-1], kinks, torch.inf).nan_to_num(torch.inf).amin(0)
+    return torch.where(least <= KINK_SHARE * hidden, hidden, 0.0)
 
 
 def _gap_closer(problem: Problem, columns: Tensor, rows: Tensor, record_graph: bool, eps: float) -> Tensor:

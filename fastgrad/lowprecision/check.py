@@ -206,7 +206,7 @@ class LowerCheck:
             self._outcome.note(
                 undecided="the reference cannot be checked in double precision: "
                 + (report.causes[0].text if report.causes else str(report.failure.numerical_issue)),
-                remedy="pass a reference= that computes in double precision throughout, at inputs without kinks",
+                remedy="pass a reference= that computes in double precision throughout, and inputs without kinks",
             )
             return None
         note = (

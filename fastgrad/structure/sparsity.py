@@ -326,14 +326,14 @@ def decoded(
     found = decode(reacting_outputs, inputs, most_probes) if likely else None
     if found is not None:
         rows, columns, probes = found
-        origin = f"read from {probes} evaluations, one per bit of the inputs' indices"
+        origin = f"found by {probes} evaluations, one per bit of the inputs' indices"
     else:
         fits = max(block.size for block in outputs) <= n
         found = decode(reacting_inputs, outputs, most_probes) if fits else None
         if found is None:
             return None
         columns, rows, probes = found
-        origin = f"read from {probes} VJPs, one per bit of the outputs' indices"
+        origin = f"found by {probes} VJPs, one per bit of the outputs' indices"
     return with_whole_elements(from_entries(rows, columns, m, n, origin), inputs, outputs)
 
 

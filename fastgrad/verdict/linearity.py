@@ -492,8 +492,8 @@ def one_sign_failure(
     vectors = torch.stack([SMALL * size, 0.25 * cotangent - size, cotangent])
     multiple = f"{1 / SMALL:g}"
     addends = (
-        f"0.25 times the gradient for a grad_output with both signs and -{multiple} times the gradient for a positive "
-        f"grad_output with elements near 1/{multiple} add up to"
+        "the gradients for a grad_output with both signs and for a positive grad_output with elements near "
+        f"1/{multiple} imply"
     )
 
     def failure(gradients: Tensor, changes: Tensor | None = None) -> Failure | None:

@@ -103,7 +103,7 @@ MAX_WRONG_SHARE = 1 / 4
 def numerical_certificate(directions: int, watched: bool, bound: float) -> Certificate:
     """The certificate from random directions; watched: whether outputs were also compared bit by bit."""
     method = f"derivatives along {directions} random directions, compared with sums of entries"
-    method += watched * "; outputs, compared bit by bit"
+    method += watched * "; outputs were also compared bit for bit"
     return Certificate("the numerical entries outside the sparsity pattern are zero", method, bound)
 
 

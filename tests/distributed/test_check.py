@@ -45,7 +45,7 @@ def leaf(*shape: int) -> Tensor:
         (
             {"placements": [Partial("max")], "outputs": Replicate()},
             NotImplementedError,
-            "must be sums: let func",
+            "must be sums. For an average",
         ),
         ({"placements": [Replicate()], "outputs": [Replicate()] * 2}, ValueError, r"got \[Replicate"),
         (

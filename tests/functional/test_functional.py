@@ -897,3 +897,31 @@ def test_gradients_in_a_sparse_layout(create_graph: bool) -> None:
         return jacobian, hessian, *torch.autograd.grad(jacobian.square().sum() + hessian.square().sum(), scale)
 
     assert_same(derivatives(sparse=True), derivatives(sparse=False))
+
+
+def test_errors_include_derivatives_that_rounding_hides_at_small_steps() -> None:
+    """Small steps do not change 1 + x^4 and 1 + x^6 here."""
+    x = torch.tensor([1e-3, 0.01, 0.03, 0.1, 0.5, 1.5], dtype=torch.float64)
+    for power in (4, 6):
+        truth = power * x ** (power - 1) / (1 + x**power)
+        found, error = functional.jacobian(
+            lambda x, power=power: (x**power + 1).log(), x, numerical=True, return_error=True
+        )
+        assert bool(((found.diagonal() - truth).abs() <= error.diagonal() + 1e-14).all())
+
+
+def test_errors_include_terms_in_lower_precision() -> None:
+    """Small steps see only the sine."""
+    x = normal(60)
+    found, error = functional.jacobian(
+        lambda x: x.float().double() + 1e5 + x.sin(), x, numerical=True, return_error=True
+    )
+    assert bool(((found.diagonal() - (1 + x.cos())).abs() <= 20 * error.diagonal()).all())
+
+
+@pytest.mark.parametrize("distance", [1e-5, 1e-4, 1e-3])
+def test_a_kink_nearby_is_no_hidden_derivative(distance: float) -> None:
+    x = torch.tensor([-distance, distance], dtype=torch.float64)
+    found, error = functional.jacobian(torch.relu, x, numerical=True, return_error=True)
+    assert torch.allclose(found.diagonal(), torch.tensor([0.0, 1.0], dtype=torch.float64))
+    assert float(error.abs().max()) < 1e-8

@@ -241,7 +241,7 @@ def test_single_sources_are_decoded(data: st.DataObject) -> None:
     assert by_columns is not None
     assert (dense(by_columns) == matrix).all()
     most = sum(2 + (size - 1).bit_length() for size in sizes)
-    assert by_columns.origin.startswith(f"read from {most} evaluations")
+    assert by_columns.origin.startswith(f"found by {most} evaluations")
     assert decode(oracle(matrix)[0], inputs, most - 1) is None
     sources = decode(oracle(matrix.T)[1], inputs, 1000)  # the same for rows
     assert sources is not None
@@ -255,7 +255,7 @@ def test_columns_of_one_entry_are_decoded_from_the_rows() -> None:
     pattern = decoded(*oracle(matrix), blocks((128,)), blocks((32,)), 1.0, 1000)
     assert pattern is not None
     assert (dense(pattern) == matrix).all()
-    assert pattern.origin == "read from 7 VJPs, one per bit of the outputs' indices"
+    assert pattern.origin == "found by 7 VJPs, one per bit of the outputs' indices"
 
 
 def test_two_sources_are_not_decoded() -> None:
