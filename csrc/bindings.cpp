@@ -150,6 +150,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("records_differences", &SmallProblem::records_differences)
       .def_property_readonly("custom_nodes", &SmallProblem::custom_nodes)
       .def_property_readonly("is_custom", &SmallProblem::is_custom)
+      .def_property_readonly("became_custom", &SmallProblem::became_custom)
       .def_property_readonly("vectorizes", [](const SmallProblem& problem) { return !problem.is_custom(); })
       .def_property_readonly_static("device", [](const py::object&) { return at::Device(at::kCPU); })
       .def_property_readonly("tensor_device", &SmallProblem::tensor_device)

@@ -241,7 +241,9 @@ bool SmallProblem::record_again() {
     }
     outputs.push_back(THPVariable_Unpack(value));
   }
-  graph_ = std::make_shared<Graph>(std::move(outputs), arguments_of(blocks_));
+  std::vector<at::Tensor> inputs = arguments_of(blocks_);
+  became_custom_ = became_custom_ || (!is_custom_ && !runs_no_custom_code(outputs, inputs));
+  graph_ = std::make_shared<Graph>(std::move(outputs), std::move(inputs));
   return true;
 }
 

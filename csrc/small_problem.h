@@ -44,6 +44,8 @@ class SmallProblem {
   int64_t custom_nodes() const { return custom_nodes_; }
   // Whether custom code, hooks included, runs in the backward: it may keep a state.
   bool is_custom() const { return is_custom_; }
+  // Whether a later graph runs custom code although the first one does not.
+  bool became_custom() const { return became_custom_; }
   bool records_differences() const { return evaluator_->records_differences(); }
   Graph& graph() const { return *shared_graph(); }
   std::shared_ptr<Graph> shared_graph() const;
@@ -166,6 +168,7 @@ class SmallProblem {
   double working_seconds_ = 0.0;
   int64_t n_ = 0, m_ = 0, nodes_ = 0, custom_nodes_ = 0;
   bool is_custom_ = false;
+  bool became_custom_ = false;
   at::Device device_ = at::kCPU;
   std::vector<Place> inputs_, outputs_;
   std::vector<OutputSpec> specs_;

@@ -61,6 +61,15 @@ def derivative_error_kept(problem: Evaluation) -> Iterator[None]:
         raise
 
 
+def _check_that_all_require_grad(outputs: Sequence[Tensor], blocks: Sequence[Block]) -> None:
+    for block, output in zip(blocks, outputs, strict=True):
+        if not output.requires_grad:
+            raise AssertionError(
+                f"Expected `func` to return the same differentiable outputs on every call, but result "
+                f"{block.position} no longer requires grad."
+            )
+
+
 class Evaluation:
     """The outputs of func at x and at perturbed points; see `fastgrad.problem.problem.Problem`."""
 
@@ -97,7 +106,7 @@ class Evaluation:
         self.m = 0
         self.device = self.inputs[0].tensor.device
         self.has_graph = False
-        self.is_custom = self.vectorizes = False
+        self.is_custom = self.became_custom = self.vectorizes = False
         self.nodes, self.custom_nodes = _UNKNOWN_NODES, 0
         self.records_differences = records_differences
         self.seconds = self.working_seconds = self.unit_roundoff = self.unspecified = self.base_change = 0.0
@@ -224,13 +233,10 @@ class Evaluation:
                     raise
                 self._first, self.freed_first_graph = None, True  # a new graph needs its memory
                 self._recorded = self._recorded_graph()
-            for block, output in zip(self.outputs, self._recorded.outputs, strict=True):
-                if not output.requires_grad:
-                    raise AssertionError(
-                        f"Expected `func` to return the same differentiable outputs on every call, but result "
-                        f"{block.position} no longer requires grad."
-                    )
-            self._compare_with_first(self._recorded.outputs)
+            outputs = self._recorded.outputs
+            _check_that_all_require_grad(outputs, self.outputs)
+            self._compare_with_first(outputs)
+            self.became_custom |= not (self.is_custom or native.runs_no_custom_code(outputs, self._input_tensors))
         return self._recorded
 
     def _compare_with_first(self, outputs: Sequence[Tensor]) -> None:

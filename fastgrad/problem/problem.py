@@ -33,6 +33,8 @@ class Problem(ReverseMode, ForwardMode):
         Whether any output requires grad.
     is_custom
         Whether a custom Function, a hook or other user code runs in backward, as far as visible.
+    became_custom
+        Whether such code runs on a later graph, but not on the first one.
     vectorizes
         Whether VJPs may be vectorized: only if no such code runs.
     nodes, custom_nodes

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 import fastgrad
+from fastgrad.checks.complete import STARTED_AGAIN
 from fastgrad.report.settings import Engine
 from tests.planted.adversary import ATTACKS
 from tests.planted.row import function
@@ -1299,3 +1300,22 @@ def test_an_entry_that_rounding_inside_func_hides_at_small_steps(n: int, seed: i
         return a - 2 * b + row * (1e-3 * b[(3 * seed + 1) % n].detach()).float().double()
 
     assert fastgrad.check(func, (a, b), **keywords).verdict == "failed"
+
+
+@pytest.mark.parametrize("n", [1, 6, 20, 100])
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_custom_code_after_the_first_call_of_func(n: int, fast_mode: bool) -> None:
+    """As if func compiled a kernel in its first call. The tests must run on graphs with this kernel."""
+
+    def after_the_first_call(custom: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        calls = itertools.count()
+        return lambda x: x.sin() if next(calls) == 0 else custom(x.sin())
+
+    x = torch.linspace(0.2, 1.0, n, dtype=torch.float64, requires_grad=True)
+    wrong = function(torch.clone, lambda grad, _: grad if grad.any() else torch.ones_like(grad))
+    found = fastgrad.check(after_the_first_call(wrong), x, fast_mode=fast_mode).failure
+    assert found is not None
+    assert found.kind in ("not multiplied by grad_output", "undefined grad not zero")
+    right = fastgrad.check(after_the_first_call(function(torch.clone, lambda grad, _: grad)), x, fast_mode=fast_mode)
+    assert right.passed
+    assert STARTED_AGAIN in right.notes
