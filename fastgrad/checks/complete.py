@@ -15,11 +15,13 @@ from fastgrad.checks.dense import dense_check
 from fastgrad.checks.description import environment, subject, why_restored
 from fastgrad.checks.one_block import is_small, runs_single_rows, take_calls
 from fastgrad.checks.small_result import UNDECIDED_SUMS, SmallCheck
-from fastgrad.core.errors import as_raised, raise_if_transient, raise_unless_of_func, raised_by
+from fastgrad.core.errors import as_raised, raise_if_transient, raise_unless_of_func, raised_by, unless_rejected
 from fastgrad.core.memory import OUT_OF_MEMORY
 from fastgrad.core.phases import stopwatch
 from fastgrad.core.progress import Progress
+from fastgrad.core.random import GRAPH_STREAM, direction
 from fastgrad.engines import cost_model
+from fastgrad.engines.dense import columns_one_by_one
 from fastgrad.engines.plan import (
     compares_undecided_entries,
     dense_is_small,
@@ -227,6 +229,8 @@ def _report(
 
 def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> tuple[Plan, Failure | None]:
     backward = problem.func if isinstance(problem.func, Backward) else None
+    if problem.n and not problem.m:
+        _evaluate_empty_outputs(problem, settings)
     if problem.has_graph and (backward is not None or (problem.is_custom and problem.evaluations == 1)):
         problem.base()  # called while the first evaluation still provides this value: backward may modify outputs
     sums_are_open = isinstance(findings, SmallCheck) and findings.undecided_sums is not None
@@ -269,6 +273,14 @@ def _first_failure(problem: Problem, settings: Settings, findings: Findings) -> 
     if failure is None and findings.early is not None:
         raise findings.early  # backward raised early, but did not raise again when the checks ran in order
     return plan, failure
+
+
+def _evaluate_empty_outputs(problem: Problem, settings: Settings) -> None:
+    """Evaluates func next to x if its outputs are empty at x; raises if some are not empty there."""
+    step = problem.displacement(direction(problem.n, settings.seed, GRAPH_STREAM).to(problem.device), settings.eps)
+    for scale in (1.0, -1.0):
+        if unless_rejected(partial(problem.evaluate, True, step, scale)) is None:
+            columns_one_by_one(problem, settings, 0, problem.n, record_graph=True)  # raises, and names the coordinate
 
 
 def _forward_failure(problem: Problem, settings: Settings, findings: Findings) -> Failure | None:

@@ -240,7 +240,7 @@ class Evaluation:
         return self._recorded
 
     def _compare_with_first(self, outputs: Sequence[Tensor]) -> None:
-        """Measures the largest difference between the outputs of a new graph and `base`, or those of the first call.
+        """Measures the largest difference between outputs of a later call and `base`, or those of the first call.
 
         Nothing is measured if func changes its inputs, of which outputs may be views, or gets stand-ins for them, or if
         the first outputs were large, so that only their shapes are known. On a GPU, this waits for the device.
@@ -387,7 +387,9 @@ class Evaluation:
             if self.evaluations == 1 and self.zero_displacement() is None:
                 self._base = self._flat(block.tensor for block in self.outputs)
             else:
-                self._base = self.evaluate(True, self.zero_displacement())
+                values = self.evaluate(True, self.zero_displacement())
+                self._compare_with_first([values])
+                self._base = values
         return self._base
 
     def set_base(self, base: Tensor) -> None:

@@ -1319,3 +1319,24 @@ def test_custom_code_after_the_first_call_of_func(n: int, fast_mode: bool) -> No
     right = fastgrad.check(after_the_first_call(function(torch.clone, lambda grad, _: grad)), x, fast_mode=fast_mode)
     assert right.passed
     assert STARTED_AGAIN in right.notes
+
+
+@pytest.mark.parametrize("n", [60, 100, 150, 300])
+@pytest.mark.parametrize("check_forward_ad", [False, True])
+def test_only_the_first_call_of_func_computes_another_function(n: int, check_forward_ad: bool) -> None:
+    calls = itertools.count()
+    x = torch.linspace(0.2, 1.0, n, dtype=torch.float64, requires_grad=True)
+
+    def func(x: Tensor) -> Tensor:
+        return (x if next(calls) == 0 else x.sin()).softmax(0)
+
+    assert not fastgrad.check(func, x, check_forward_ad=check_forward_ad).passed
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fast_mode": True}, {"check_forward_ad": True, "check_backward_ad": False}])
+def test_outputs_that_are_empty_only_at_x(keywords: dict[str, Any]) -> None:
+    x = torch.tensor([-1.0, 0.0, -2.0], dtype=torch.float64, requires_grad=True)
+    for checker in (torch.autograd.gradcheck, fastgrad.gradcheck):
+        with pytest.raises(AssertionError, match="same shape when inputs are perturbed"):
+            checker(lambda x: x[x > 0], (x,), **keywords)
+    assert fastgrad.gradcheck(lambda x: x[x > 1], (x,), **keywords)
