@@ -218,13 +218,13 @@ class Products:
             if gradient is not None:
                 gradient = gradient.detach()
                 gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
-                products[:, block.slice] = _coordinates(gradient, block).reshape(-1, block.size).to(self.device)
+                products[:, block.slice] = _coordinates(gradient, block).reshape(v.shape[0], block.size).to(self.device)
         return products
 
     @staticmethod
     def _shaped(v: Tensor, block: Block, output: Tensor) -> Tensor:
         if block.is_complex:
-            v = torch.view_as_complex(v.reshape(v.shape[0], -1, 2).contiguous())
+            v = torch.view_as_complex(v.reshape(v.shape[0], block.size // 2, 2).contiguous())
         return v.reshape(v.shape[0], *block.tensor.shape).to(device=output.device, dtype=output.dtype)
 
     def _flat(self, outputs: Sequence[Tensor]) -> Tensor:

@@ -287,7 +287,7 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
             (tuple(one.shape), one.stride() if one.layout is torch.strided else (), one.dtype, one.requires_grad)
             for _, one in found
         )
-        key = name, layouts, repr(plain)
+        key = target, layouts, _key_of(plain)
         call = self.calls.get(key)
         if call is None:
             call = self.calls[key] = self._copied(name, target, found, rebuild)
@@ -333,6 +333,32 @@ class Recorder(torch_private.DispatchMode):  # type: ignore[no-untyped-call]
         if self.detached and self.detached[-1].alias is not None and self.detached[-1].alias() is tensor:
             self._aliases[id(tensor)] = self.detached.pop()  # a detach by autograd itself, unless its result is used
         return self.saved.pack(tensor)
+
+
+class _Identity:
+    """Equal only to one of the same object, which it keeps alive: another object may otherwise get its address."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+_PLAIN = bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format
+"""Types of arguments that are compared by their text, which also tells True from 1, and 0.0 from -0.0."""
+
+
+def _key_of(argument: Any) -> Any:
+    """A hashable key that is equal for arguments with which an operation does the same."""
+    if isinstance(argument, tuple | list):
+        return type(argument), tuple(map(_key_of, argument))
+    if isinstance(argument, dict):
+        return dict, tuple((_key_of(name), _key_of(value)) for name, value in argument.items())
+    return (type(argument), repr(argument)) if type(argument) in _PLAIN else _Identity(argument)
 
 
 _ONLY_SHAPES = frozenset({"sym_size", "sym_stride", "sym_numel", "empty_like", "zeros_like", "ones_like", "new_zeros"})

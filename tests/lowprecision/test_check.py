@@ -954,3 +954,11 @@ def test_a_gradient_that_is_not_finite_is_wrong_where_func_is_finite(
     report = fastgrad.check(wrong, (torch.linspace(0.1, 0.9, 4, dtype=dtype).requires_grad_(),), **mode)
     assert report.verdict == "failed"
     assert f"d inputs[0][2]   analytical {factor}   numerical" in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
+def test_inputs_and_outputs_without_elements(dtype: torch.dtype) -> None:
+    empty = torch.zeros(0, 3, dtype=dtype, requires_grad=True)
+    x = torch.linspace(0.2, 1.0, 4).to(dtype).requires_grad_()
+    assert fastgrad.gradcheck(lambda empty, x: (empty.sum() + x.sin(), x[:0]), (empty, x))
+    assert fastgrad.gradcheck(lambda empty: empty.sin(), (empty,))

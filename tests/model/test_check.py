@@ -1045,3 +1045,55 @@ def test_what_other_threads_run_is_not_recorded() -> None:
     modules = {one.name: one.sites[0].module for one in report.operations}
     assert modules["aten.sin"] == ""
     assert "Affine" not in modules
+
+
+def _sine(scale: float) -> type[torch.autograd.Function]:
+    """A custom Function whose gradient is too large by this factor; all of them have one name."""
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, _: Any = None) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+            (x,) = ctx.saved_tensors
+            return scale * grad * x.cos(), None
+
+    return Sine
+
+
+class Sines(nn.Module):
+    """A chain of Functions with their arguments; wrong factors of gradients cancel each other."""
+
+    def __init__(self, calls: list[tuple[type[torch.autograd.Function], Any]]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4).double()
+        self.calls = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        for function, argument in self.calls:
+            y = function.apply(y, argument)  # type: ignore[no-untyped-call]
+        return y.square().mean()
+
+
+def test_functions_of_one_name_are_different_operations() -> None:
+    model = Sines([(_sine(1.0), None), (_sine(2.0), None), (_sine(0.5), None)])
+    report = check_model(model, torch.randn(5, 4, dtype=torch.float64))
+    assert Counter(one.verdict for one in report.operations if one.name == "Sine") == {"wrong": 2, "right": 1}
+
+
+class _Options:
+    def __repr__(self) -> str:
+        return "Options"
+
+
+@pytest.mark.parametrize(
+    "values", [[_Options(), _Options()], [torch.zeros(()).numpy() + k for k in range(2)], [1, True]]
+)
+def test_calls_with_different_arguments_are_different_operations(values: list[Any]) -> None:
+    sine = _sine(1.0)
+    report = check_model(Sines([(sine, value) for value in values]), torch.randn(5, 4, dtype=torch.float64))
+    assert [one.calls for one in report.operations if one.name == "Sine"] == [1, 1]
