@@ -73,9 +73,9 @@ def _described(outcome: Outcome) -> str:
     return text if outcome.error is None else f"{text}\n{type(outcome.error).__name__}: {outcome.error}"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Session:
-    """An active `patch`."""
+    """An active `patch`; equal only to itself, because sessions may have made the same checks."""
 
     compare: bool
     estimates: bool = False

@@ -391,3 +391,13 @@ def test_a_checker_that_is_gone_is_one_clear_error(monkeypatch: pytest.MonkeyPat
     with fastgrad.patch() as checks:
         early(torch.sin, normal(2))
     assert len(checks) == 1
+
+
+def test_equal_contexts_nest() -> None:
+    before, x = torch.autograd.gradcheck.__code__, torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with fastgrad.patch() as outer:
+        with fastgrad.patch() as inner:
+            pass
+        torch.autograd.gradcheck(torch.sin, (x,))
+    assert (len(outer), len(inner)) == (1, 0)
+    assert torch.autograd.gradcheck.__code__ is before
