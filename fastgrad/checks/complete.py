@@ -64,50 +64,22 @@ if TYPE_CHECKING:
     from fastgrad.sharding.problem import Partition
 
 
-STARTED_AGAIN = "the backward runs custom code, but not that of the first call of func; the check started again"
-"""The note of a report if custom code ran only on a later graph."""
-
-
 def complete_check(
     func: Callable[..., Any],
     arguments: tuple[Any, ...],
-    small: SmallCheck | None,
     settings: Settings,
     names: tuple[str, ...],
     explain: bool,
     partition: Partition | None,
     start: float,
     notes: list[str],
-) -> Report:
+    small: SmallCheck | None,
+) -> tuple[Report, bool]:
     """Runs the complete check; uses the results of a small check, if any.
 
-    If func's first graph runs no custom code, but a later one does, the check starts again, so that all tests run on
-    graphs with custom code: func may compile a kernel in its first call.
-
     start: the `time.perf_counter` at the beginning of the check. notes: about the settings of libraries, for the
-    report.
+    report. Returns the report, and `Problem.became_custom`.
     """
-    given = settings, names, explain, partition, start, notes
-    starts_again = small is not None and small.problem.became_custom and small.is_consistent
-    report, became_custom = _complete_check(func, arguments, None if starts_again else small, *given)
-    if became_custom and report.passed and not starts_again and partition is None:
-        starts_again = True
-        report, _ = _complete_check(func, arguments, None, *given)
-    return replace(report, notes=(*report.notes, STARTED_AGAIN)) if starts_again else report
-
-
-def _complete_check(
-    func: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    small: SmallCheck | None,
-    settings: Settings,
-    names: tuple[str, ...],
-    explain: bool,
-    partition: Partition | None,
-    start: float,
-    notes: list[str],
-) -> tuple[Report, bool]:
-    """The report, and whether a graph runs custom code although the first one does not."""
     make_problem: Callable[..., Problem] = Problem if partition is None else partition.problem
     if small is not None:
         make_problem = partial(Problem, traced=small.problem)

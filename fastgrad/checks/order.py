@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +87,28 @@ def _checked(
             return small
         from fastgrad.checks.complete import complete_check  # imported here to keep `import fastgrad` fast
 
-        return complete_check(func, arguments, small, settings, names, explain, partition, start, notes)
+        run = partial(complete_check, func, arguments, settings, names, explain, partition, start, notes)
+        return _with_custom_code(run, small, partition is not None)
+
+
+STARTED_AGAIN = "the backward runs custom code, but not that of the first call of func; the check started again"
+"""The note of a report if custom code ran only on a later graph."""
+
+
+def _with_custom_code(
+    run: Callable[[SmallCheck | None], tuple[Report, bool]], small: SmallCheck | None, shared: bool
+) -> Report:
+    """The report of a complete check, which starts again if only later graphs run custom code.
+
+    All tests then run on graphs with custom code: func may compile a kernel in its first call. A check that ranks share
+    does not start again, because other ranks may have other graphs.
+    """
+    starts_again = small is not None and small.problem.became_custom and small.is_consistent
+    report, became_custom = run(None if starts_again else small)
+    if became_custom and report.passed and not starts_again and not shared:
+        starts_again = True
+        report, _ = run(None)
+    return replace(report, notes=(*report.notes, STARTED_AGAIN)) if starts_again else report
 
 
 def full_precision(arguments: tuple[Any, ...], settings: Settings) -> AbstractContextManager[list[str]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 import fastgrad
-from fastgrad.checks.complete import STARTED_AGAIN
+from fastgrad.checks.order import STARTED_AGAIN
 from fastgrad.report.settings import Engine
 from tests.planted.adversary import ATTACKS
 from tests.planted.row import function
