@@ -201,6 +201,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("parts", &fastgrad::WholeBackward::parts)
       .def_readonly("vectorized", &fastgrad::WholeBackward::vectorized)
       .def_readonly("products", &fastgrad::WholeBackward::products)
+      .def_readonly("brief", &fastgrad::WholeBackward::brief)
       .def_readonly("movement", &fastgrad::WholeBackward::movement)
       .def_readonly("add_up", &fastgrad::WholeBackward::add_up)
       .def_readonly("zeros", &fastgrad::WholeBackward::zeros)

@@ -262,10 +262,13 @@ std::tuple<int64_t, std::optional<at::Tensor>, GradientsMatch> SmallProblem::fir
 
 WholeBackward SmallProblem::whole_backward(
     const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
-    bool brief, bool undefined, int64_t fewest_vectorized, double atol, double rtol) const {
-  WholeBackward whole = fastgrad::whole_backward(
-      graph(), blocks_, on_device(cotangents), layouts, repeated, repeat_scale, brief, undefined, fewest_vectorized,
-      atol, rtol);
+    bool undefined, int64_t fewest_vectorized, double atol, double rtol) const {
+  const at::Tensor own = on_device(cotangents);
+  const bool brief = !is_custom_ && cotangents.size(0) != 0;
+  WholeBackward whole =
+      brief ? brief_backward(graph(), blocks_, own, layouts, undefined, fewest_vectorized, atol, rtol)
+            : fastgrad::whole_backward(
+                  graph(), blocks_, own, layouts, repeated, repeat_scale, undefined, fewest_vectorized, atol, rtol);
   return device_.is_cpu() ? whole : whole.to(at::kCPU);
 }
 

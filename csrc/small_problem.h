@@ -70,10 +70,10 @@ class SmallProblem {
       const at::Tensor& cotangents, const std::vector<int64_t>& only, const std::vector<int64_t>& order,
       const at::Tensor& known) const;
 
-  // All VJPs, as whole_backward in whole_backward.h.
+  // All VJPs, as whole_backward in whole_backward.h; without custom code, and with cotangents, as brief_backward.
   WholeBackward whole_backward(
       const at::Tensor& cotangents, const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale,
-      bool brief, bool undefined, int64_t fewest_vectorized, double atol, double rtol) const;
+      bool undefined, int64_t fewest_vectorized, double atol, double rtol) const;
 
   // A copy of a brief `backward` with the VJPs that it left out, as `complete` in whole_backward.h.
   WholeBackward completed(

@@ -150,10 +150,15 @@ std::vector<at::Tensor> take_zeros(
   return found;
 }
 
-// Runs the first product again.
-void repeat_first_product(
+// Runs zeros and, if some row ran only once, the first product again.
+void add_zeros_and_repeat(
     WholeBackward& whole, Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& layouts) {
+  whole.zeros.insert(whole.zeros.begin(), take_zeros(whole, graph, inputs, graph.all().vjp_of_zeros()));
+  const auto repeats = [](const WholeBackward::Rows& part) { return part.repeated.size(0) == part.rows.size(0); };
+  if (cotangents.size(0) == 0 || std::all_of(whole.parts.begin(), whole.parts.end(), repeats)) {
+    return;
+  }
   const at::Tensor first = cotangents.narrow(0, 0, 1);
   const std::vector<int64_t> own(layouts.begin(), layouts.begin() + (layouts.empty() ? 0 : 1));
   const at::Tensor again = std::get<0>(vjp_coordinates(graph, inputs, first, own, /*only=*/{}));
@@ -182,6 +187,60 @@ bool add_up(
   }
   return whole.products.is_cpu() ? are_close(whole.products, totals, atol, rtol)
                                  : are_close_elsewhere(whole.products, totals, atol, rtol);
+}
+
+// The products, the rows and, if `undefined`, undefined grad_outputs; arguments as for whole_backward.
+WholeBackward products_and_rows(
+    Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
+    int64_t fewest_vectorized, double atol, double rtol) {
+  WholeBackward whole;
+  const std::vector<at::Tensor>& outputs = graph.outputs();
+  const int64_t n = total(inputs);
+  const auto take_undefined = [&](std::optional<int64_t> only) {
+    whole.zeros.push_back(take_zeros(whole, graph, inputs, graph.all().vjp_of_undefined(only)));
+  };
+  bool vectorizes = fewest_vectorized > 0;  // until the backward of an output cannot be vectorized
+  const auto take_rows = [&](size_t o, bool imaginary) {
+    const at::Tensor& output = outputs[o];
+    const int64_t count = output.numel();
+    const int64_t twice = std::min(count, repeated);
+    const auto options = cotangents.options();
+    WholeBackward::Rows part{at::empty({count, n}, options), at::empty({twice, n}, options), {}};
+    std::optional<GradientsMatch> match;
+    if (vectorizes && count >= fewest_vectorized) {
+      match = try_vectorized_rows(output, inputs, imaginary, part.rows);
+      vectorizes = match.has_value();
+      whole.vectorized = whole.vectorized || vectorizes;
+    }
+    part.match =
+        match ? *match
+              : vjp_rows(graph, static_cast<int64_t>(o), inputs, 0, imaginary, part.rows, part.repeated, repeat_scale);
+    whole.vjps += count + twice;
+    whole.parts.push_back(std::move(part));
+  };
+  // Before the rows: if the first calls are wrong, the products differ from the sums of the rows, for any wrong entry.
+  if (cotangents.size(0) != 0) {
+    whole.products = std::get<0>(vjp_coordinates(graph, inputs, cotangents, layouts, /*only=*/{}));
+    whole.vjps += cotangents.size(0);
+  }
+  for (size_t o = 0; o < outputs.size(); ++o) {
+    take_rows(o, outputs[o].is_complex());
+  }
+  for (size_t o = 0; o < outputs.size(); ++o) {
+    if (outputs[o].is_complex()) {
+      take_rows(o, /*imaginary=*/false);
+    }
+  }
+  // Last: if a backward is wrong in its first calls, a product is wrong, too, and fails a comparison.
+  if (undefined) {
+    take_undefined(std::nullopt);
+    for (size_t o = 0; outputs.size() > 1 && o < outputs.size(); ++o) {
+      take_undefined(static_cast<int64_t>(o));
+    }
+  }
+  whole.add_up = cotangents.size(0) == 0 || add_up(whole, outputs, cotangents, atol, rtol);
+  return whole;
 }
 
 }  // namespace
@@ -232,68 +291,24 @@ bool are_close(
 
 WholeBackward whole_backward(
     Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool brief, bool undefined,
+    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
     int64_t fewest_vectorized, double atol, double rtol) {
   TORCH_CHECK(
       fewest_vectorized == 0 || repeated == 0, "whole_backward: repeated must be 0 if rows may be vectorized, got ",
       repeated);
-  WholeBackward whole;
-  const std::vector<at::Tensor>& outputs = graph.outputs();
-  const int64_t n = total(inputs);
-  const auto take_undefined = [&](std::optional<int64_t> only) {
-    whole.zeros.push_back(take_zeros(whole, graph, inputs, graph.all().vjp_of_undefined(only)));
-  };
-  bool repeats_all = true;
-  bool vectorizes = fewest_vectorized > 0;  // until the backward of an output cannot be vectorized
-  const auto take_rows = [&](size_t o, bool imaginary) {
-    const at::Tensor& output = outputs[o];
-    const int64_t count = output.numel();
-    const int64_t twice = std::min(count, repeated);
-    const auto options = cotangents.options();
-    WholeBackward::Rows part{at::empty({count, n}, options), at::empty({twice, n}, options), {}};
-    std::optional<GradientsMatch> match;
-    if (vectorizes && count >= fewest_vectorized) {
-      match = try_vectorized_rows(output, inputs, imaginary, part.rows);
-      vectorizes = match.has_value();
-      whole.vectorized = whole.vectorized || vectorizes;
-    }
-    part.match =
-        match ? *match
-              : vjp_rows(graph, static_cast<int64_t>(o), inputs, 0, imaginary, part.rows, part.repeated, repeat_scale);
-    whole.vjps += count + twice;
-    repeats_all = repeats_all && twice == count;
-    whole.parts.push_back(std::move(part));
-  };
-  // Before the rows: if the first calls are wrong, the products differ from the sums of the rows, for any wrong entry.
-  if (cotangents.size(0) != 0) {
-    whole.products = std::get<0>(vjp_coordinates(graph, inputs, cotangents, layouts, /*only=*/{}));
-    whole.vjps += cotangents.size(0);
-  }
-  for (size_t o = 0; o < outputs.size(); ++o) {
-    take_rows(o, outputs[o].is_complex());
-  }
-  for (size_t o = 0; o < outputs.size(); ++o) {
-    if (outputs[o].is_complex()) {
-      take_rows(o, /*imaginary=*/false);
-    }
-  }
-  // Last: if a backward is wrong in its first calls, a product is wrong, too, and fails a comparison.
-  if (!brief) {
-    whole.zeros.push_back(take_zeros(whole, graph, inputs, graph.all().vjp_of_zeros()));
-  }
-  if (undefined) {
-    take_undefined(std::nullopt);
-    for (size_t o = 0; outputs.size() > 1 && o < outputs.size(); ++o) {
-      take_undefined(static_cast<int64_t>(o));
-    }
-  }
-  if (cotangents.size(0) == 0) {
-    return whole;
-  }
-  if (!repeats_all && !brief) {
-    repeat_first_product(whole, graph, inputs, cotangents, layouts);
-  }
-  whole.add_up = add_up(whole, outputs, cotangents, atol, rtol);
+  WholeBackward whole = products_and_rows(
+      graph, inputs, cotangents, layouts, repeated, repeat_scale, undefined, fewest_vectorized, atol, rtol);
+  add_zeros_and_repeat(whole, graph, inputs, cotangents, layouts);
+  return whole;
+}
+
+WholeBackward brief_backward(
+    Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    const std::vector<int64_t>& layouts, bool undefined, int64_t fewest_vectorized, double atol, double rtol) {
+  WholeBackward whole = products_and_rows(
+      graph, inputs, cotangents, layouts, /*repeated=*/0, /*repeat_scale=*/1.0, undefined, fewest_vectorized, atol,
+      rtol);
+  whole.brief = true;
   return whole;
 }
 
@@ -316,8 +331,8 @@ void complete(
       }
     }
   }
-  whole.zeros.insert(whole.zeros.begin(), take_zeros(whole, graph, inputs, graph.all().vjp_of_zeros()));
-  repeat_first_product(whole, graph, inputs, cotangents, layouts);
+  add_zeros_and_repeat(whole, graph, inputs, cotangents, layouts);
+  whole.brief = false;
 }
 
 WholeBackward WholeBackward::to(at::Device device) const {

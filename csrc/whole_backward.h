@@ -25,6 +25,7 @@ struct WholeBackward {
   at::Tensor products;      // VJPs of the cotangents, as from vjp_coordinates
   double movement = 0.0;    // largest change of the first product when it was run again
   bool add_up = true;       // whether the products are the sums of the rows, weighted by the cotangents
+  bool brief = false;       // whether zeros and second runs were left out, as by brief_backward
   // Gradients for zero grad_outputs, unless `brief`; with `undefined`, also for undefined grad_outputs of all outputs
   // and, if there are several, of each output.
   std::vector<std::vector<at::Tensor>> zeros;
@@ -36,18 +37,23 @@ struct WholeBackward {
 };
 
 // Runs all VJPs: of `cotangents` (float64, shape (count, coordinates of all outputs)) in `layouts`, of one-hot
-// grad_outputs as in vjp_rows, of zeros, of undefined grad_outputs, and of the first cotangent again. Without
-// cotangents, there are no products. The sums of the rows may differ from the products by
+// grad_outputs as in vjp_rows, of undefined grad_outputs, of zeros and, if some row ran only once, of the first
+// cotangent again. Without cotangents, there are no products. The sums of the rows may differ from the products by
 // min(atol, rtol * the largest sum). If an output has `fewest_vectorized` elements or more (0: never), its rows are one
-// vectorized VJP, if the backward can be vectorized; then pass 0 for `repeated`. brief: neither zeros nor the first
-// cotangent again, for built-in code: a mostly zero cotangent shows how it treats zeros, and the caller repeats a VJP.
+// vectorized VJP, if the backward can be vectorized; then pass 0 for `repeated`.
 WholeBackward whole_backward(
     Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
-    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool brief, bool undefined,
+    const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale, bool undefined,
     int64_t fewest_vectorized, double atol, double rtol);
 
-// Runs what a brief whole_backward with cotangents has left out: some rows again, unless they were vectorized, zeros,
-// and the first cotangent again.
+// The same without zeros and without second runs. This is enough for built-in code if a cotangent is mostly zero, which
+// shows how it treats zeros, and if the caller repeats a VJP.
+WholeBackward brief_backward(
+    Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
+    const std::vector<int64_t>& layouts, bool undefined, int64_t fewest_vectorized, double atol, double rtol);
+
+// Runs what brief_backward has left out: the first `repeated` rows of each part again, at two scales, unless rows were
+// vectorized; zeros; and the first cotangent again.
 void complete(
     WholeBackward& whole, Graph& graph, const std::vector<InputBlock>& inputs, const at::Tensor& cotangents,
     const std::vector<int64_t>& layouts, int64_t repeated, double repeat_scale);

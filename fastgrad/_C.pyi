@@ -226,7 +226,6 @@ class SmallProblem:
         layouts: Sequence[int],
         repeated: int,
         repeat_scale: float,
-        brief: bool,
         undefined: bool,
         fewest_vectorized: int,
         atol: float,
@@ -307,6 +306,8 @@ class WholeBackward:
     def vectorized(self) -> bool: ...
     @property
     def products(self) -> Tensor: ...
+    @property
+    def brief(self) -> bool: ...
     @property
     def movement(self) -> float: ...
     @property
@@ -411,7 +412,6 @@ def whole_backward(
     layouts: Sequence[int],
     repeated: int,
     repeat_scale: float,
-    brief: bool,
     undefined: bool,
     fewest_vectorized: int,
     atol: float,

@@ -64,23 +64,17 @@ def whole_backward(problem: Problem | SmallProblem, settings: Settings, seconds:
 
     In a small check without custom code, one product is repeated later, on another graph; no other VJP is repeated.
     """
-    m, fewest, brief = problem.m, _fewest_vectorized(problem), isinstance(problem, SmallProblem) and _is_brief(problem)
+    m, fewest = problem.m, _fewest_vectorized(problem)
     vectorized = fewest <= m <= most_vectorized_rows(problem, seconds)
     return problem.whole_backward(
         *_products(problem, settings),
-        # The products of vectors detect rows that vary or are not homogeneous.
-        0 if vectorized or brief else REPEATED_ROWS,
+        0 if vectorized else REPEATED_ROWS,  # the products of vectors detect rows that vary or are not homogeneous
         REPEAT_SCALE,
-        brief,
         settings.check_undefined_grad,
         fewest if vectorized else 0,
         settings.atol,
         ROUNDING * problem.unit_roundoff * m**0.5 if m > 1 else 0.0,
     )
-
-
-def _is_brief(problem: SmallProblem) -> bool:
-    return not problem.is_custom and problem.m > 1
 
 
 def _fewest_vectorized(problem: Problem | SmallProblem) -> int:
@@ -240,7 +234,7 @@ def complete_backward(check: SmallCheck) -> None:
     If VJPs changed, or there is no graph, drops those that ran.
     """
     problem, backward = check.problem, check.backward
-    if backward is None or not _is_brief(problem):
+    if backward is None or not backward.brief:
         return
     if check.vjp_varies or not problem.is_plain:
         check.backward = None

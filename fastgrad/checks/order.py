@@ -91,7 +91,10 @@ def _checked(
         return _with_custom_code(run, small, partition is not None)
 
 
-STARTED_AGAIN = "the backward runs custom code, but not that of the first call of func; the check started again"
+STARTED_AGAIN = (
+    "the backward runs custom code, but not that of the first call of func; the check started again, and counts only "
+    "later calls"
+)
 """The note of a report if custom code ran only on a later graph."""
 
 
@@ -103,7 +106,7 @@ def _with_custom_code(
     All tests then run on graphs with custom code: func may compile a kernel in its first call. A check that ranks share
     does not start again, because other ranks may have other graphs.
     """
-    starts_again = small is not None and small.problem.became_custom and small.is_consistent
+    starts_again = small is not None and small.starts_again
     report, became_custom = run(None if starts_again else small)
     if became_custom and report.passed and not starts_again and not shared:
         starts_again = True

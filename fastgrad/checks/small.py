@@ -77,7 +77,9 @@ def _run(check: SmallCheck) -> None:
     graph = check.problem.graph if check.problem.is_plain else None
     if graph is not None and max(graph.modified_cotangent, graph.modified_output) >= 0:
         check.vjp_varies = True  # if this does not recur in the complete check, it was the error of one call
-    elif agree and check.is_consistent and not check.problem.became_custom:
+    elif agree and check.is_consistent and check.problem.became_custom:
+        check.starts_again = True
+    elif agree and check.is_consistent:
         check.passes = _other_checks_pass(check)
     if not check.passes:
         complete_backward(check)

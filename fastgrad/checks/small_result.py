@@ -138,6 +138,8 @@ class SmallCheck(Findings):
         By phase, without the first evaluation; not measured for the quickest checks.
     passes
         Whether all tests passed, so that the complete check does not run.
+    starts_again
+        Whether everything agreed, but only a later graph runs custom code: the complete check uses no results.
     on_graph
         Runs and counts the calls of backward on the current graph.
     is_custom
@@ -163,6 +165,7 @@ class SmallCheck(Findings):
     jvps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     passes: bool = False
+    starts_again: bool = False
 
     def __post_init__(self) -> None:
         self.on_graph = SmallBackward(self.problem)

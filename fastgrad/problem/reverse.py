@@ -90,7 +90,6 @@ class ReverseMode(Evaluation):
         layouts: Sequence[int],
         repeated: int,
         scale: float,
-        brief: bool,
         undefined: bool,
         fewest_vectorized: int,
         atol: float,
@@ -104,8 +103,6 @@ class ReverseMode(Evaluation):
             As in `vjp`; may be empty.
         repeated, scale
             As in `analytical_rows`.
-        brief
-            Whether to leave out zero grad_outputs and the second run of the first product.
         undefined
             Whether to also run undefined grad_outputs.
         fewest_vectorized
@@ -115,7 +112,7 @@ class ReverseMode(Evaluation):
             The products of the cotangents may differ from the sums of the rows by atol or, if smaller, by rtol times
             the largest sum.
         """
-        graph, given = self.vjp_graph(), (cotangents, layouts, repeated, scale, brief, undefined)
+        graph, given = self.vjp_graph(), (cotangents, layouts, repeated, scale, undefined)
         whole = native.whole_backward(graph, self._natives, *given, fewest_vectorized, atol, rtol)
         self._note_vjps(graph, whole.vjps)
         self.progress.step(whole.vjps)

@@ -1321,6 +1321,19 @@ def test_custom_code_after_the_first_call_of_func(n: int, fast_mode: bool) -> No
     assert STARTED_AGAIN in right.notes
 
 
+@pytest.mark.parametrize("n", [1, 6, 20, 100, 400])
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_a_wrong_first_graph_before_right_custom_code(n: int, fast_mode: bool) -> None:
+    """The check may not start again without the errors of the first graph."""
+    calls, right = itertools.count(), function(torch.sin, lambda grad, x: grad * x.cos())
+
+    def func(x: Tensor) -> Tensor:
+        return x.detach().sin() * (1 + x - x.detach()) if next(calls) == 0 else right(x)
+
+    x = torch.linspace(0.2, 1.0, n, dtype=torch.float64, requires_grad=True)
+    assert not fastgrad.check(func, x, fast_mode=fast_mode).passed
+
+
 @pytest.mark.parametrize("n", [60, 100, 150, 300])
 @pytest.mark.parametrize("check_forward_ad", [False, True])
 def test_only_the_first_call_of_func_computes_another_function(n: int, check_forward_ad: bool) -> None:

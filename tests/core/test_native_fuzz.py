@@ -242,7 +242,7 @@ class Scene:
         e, blocks, specs, groups, graph = self.evaluator, self.blocks, self.specs, self.groups, self.graph
         vjps = self.graph_of(list(self.arguments))
         v = f64(5)
-        small, whole = self.small, (f64(3, 5), [1, 2, 3], 1, 2.0, False, True, 0, 1e-5, 1e-3)
+        small, whole = self.small, (f64(3, 5), [1, 2, 3], 1, 2.0, True, 0, 1e-5, 1e-3)
         return {
             "Evaluator": (native.Evaluator, (self.func, self.arguments, blocks)),
             "KeptHistory": (lambda x: native.KeptHistory(x).restore(), (f64(3),)),
@@ -308,7 +308,7 @@ class Scene:
             ),
             "whole_backward, vectorized": (
                 native.whole_backward,
-                (vjps, blocks, f64(3, 5), [], 0, 2.0, True, False, 1, 1e-5, 1e-3),
+                (vjps, blocks, f64(3, 5), [], 0, 2.0, False, 1, 1e-5, 1e-3),
             ),
             "runs_no_custom_code": (native.runs_no_custom_code, (graph, list(self.arguments))),
             "backward_streams": (native.backward_streams, (graph, list(self.arguments))),

@@ -494,11 +494,10 @@ def backward_streams(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> lis
     return [-1] if any(tensor.device.type != "cpu" for tensor in (*outputs, *inputs)) else []
 
 
-def _take_zeros(whole: WholeBackward, graph: Graph, inputs: Sequence[InputBlock], zeros: bool, undefined: bool) -> None:
+def _take_zeros(whole: WholeBackward, graph: Graph, inputs: Sequence[InputBlock], undefined: bool) -> None:
     count = len(graph.outputs)
     only = [None, *(range(count) if count > 1 else ())] if undefined else []
-    trials: list[Callable[[], Gradients]] = [graph.vjp_of_zeros] if zeros else []
-    trials += (partial(graph.vjp_of_undefined, o) for o in only)
+    trials: list[Callable[[], Gradients]] = [graph.vjp_of_zeros, *(partial(graph.vjp_of_undefined, o) for o in only)]
     for trial in trials:
         found = trial()
         check_in_place(inputs)
@@ -517,7 +516,6 @@ def whole_backward(
     layouts: Sequence[int],
     repeated: int,
     repeat_scale: float,
-    brief: bool,
     undefined: bool,
     fewest_vectorized: int,
     atol: float,
@@ -540,10 +538,10 @@ def whole_backward(
         match = vjp_rows(graph, o, inputs, 0, imaginary, rows, again, repeat_scale)
         whole.parts.append(Rows(rows, again, match))
         whole.vjps += count + twice
-    _take_zeros(whole, graph, inputs, not brief, undefined)
+    _take_zeros(whole, graph, inputs, undefined)
     if len(cotangents) == 0:
         return whole
-    if not brief and any(len(part.repeated) < len(part.rows) for part in whole.parts):
+    if any(len(part.repeated) < len(part.rows) for part in whole.parts):
         second = vjp_coordinates(graph, inputs, cotangents[:1], layouts[:1])[0]
         whole.vjps += 1
         whole.movement = _largest_difference(second, whole.products[:1])
